@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from tfdp.strategies.quiet import quiet
     from tfdp.strategies.tpu import TPUDataParallelStrategy
 
-# Public name -> module that defines it. A name mapped to its own module is one.
+# Public name -> module that defines it. A module maps to itself.
 _PUBLIC = {
     "Cluster": "tfdp.cluster",
     "Communication": "tfdp.plan.communication",
@@ -71,7 +71,7 @@ _PUBLIC = {
     "testing": "tfdp.testing",
     "use_virtual_devices": "tfdp.strategies.devices",
 }
-# These load Keras, which may not even be able to load another backend.
+# These load Keras, which may fail with another backend.
 _STRATEGIES = {
     "DataParallelStrategy",
     "MultiHostDataParallelStrategy",

@@ -1,8 +1,8 @@
-"""Every error that tfdp raises on purpose.
+"""All errors and warnings of tfdp.
 
-Each message says what came, what is allowed and what to do next. All derive from
-`TfdpError`; those that also mean a bad value derive from `ValueError` so that code
-written for Keras catches them as it always did.
+Each message says what came, what is allowed and what to do next. Errors derive from
+`TfdpError`; those that also mean a bad value derive from `ValueError`, so that code
+written for Keras catches them.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ __all__ = [
 
 
 class TfdpError(Exception):
-    """Base of all errors that tfdp raises on purpose."""
+    """Base of all errors that tfdp raises itself."""
 
-    # AutoGraph re-raises an error in its own type only when it has this constructor.
+    # AutoGraph re-raises an error with its own type only if it has this constructor.
     __init__ = Exception.__init__
 
 
@@ -48,11 +48,11 @@ class ConfigurationError(TfdpError, ValueError):
 
 
 class ClusterError(ConfigurationError):
-    """What names the cluster of workers is incomplete, wrong or contradictory."""
+    """The description of the cluster is incomplete, wrong or contradictory."""
 
 
 class DeviceError(TfdpError, RuntimeError):
-    """The devices asked for do not exist, or can no longer be set up."""
+    """The requested devices do not exist, or can no longer be set up."""
 
 
 class TPUError(DeviceError):
@@ -60,19 +60,19 @@ class TPUError(DeviceError):
 
 
 class ScopeError(TfdpError, RuntimeError):
-    """Something was made in, or used under, another strategy's scope."""
+    """An object was made in, or used under, another strategy's scope."""
 
 
 class CollectiveError(TfdpError, RuntimeError):
-    """An exchange between replicas cannot be done as asked."""
+    """An exchange between replicas failed or is not possible."""
 
 
 class WorkerLostError(CollectiveError):
-    """Another worker has ended, is silent, or did not come to an exchange in time."""
+    """Another worker has ended, is silent, or missed an exchange."""
 
 
 class DataError(TfdpError, ValueError):
-    """An input file or record is missing, corrupt or not as its index says."""
+    """An input file or record is missing, corrupt or does not match its index."""
 
 
 class MissingDependencyError(TfdpError, ImportError):
@@ -88,11 +88,11 @@ class ParityError(TfdpError, AssertionError):
 
 
 class CheckpointWarning(UserWarning):
-    """A checkpoint is damaged, was not written, or does not tell all."""
+    """A checkpoint is damaged, was not written, or is incomplete."""
 
 
 class ReplicaDriftError(TfdpError, RuntimeError):
-    """Replicas have other values of what they keep alike."""
+    """State that should be identical differs between replicas."""
 
     def __init__(self, *messages: object, drifts: object = ()):
         super().__init__(*messages)
@@ -112,27 +112,27 @@ class DeviceWarning(UserWarning):
 
 
 class JobKeyWarning(UserWarning):
-    """Workers on several machines have no key: strangers can join them."""
+    """Workers on several machines have no key: any machine can join them."""
 
 
 class LocalMeanWarning(UserWarning):
-    """A loss looks like a mean over the local batch that nobody scaled."""
+    """A loss looks like a mean over the local batch that was not scaled."""
 
 
 class LocalStateWarning(UserWarning):
-    """What a layer stores, or a metric counts, looks like no mean or sum over rows."""
+    """Layer state or a metric does not look like a mean or sum over rows."""
 
 
 class NotFiniteWarning(UserWarning):
-    """A loss or a gradient is infinite or not a number, and its step was left out."""
+    """A loss or a gradient is infinite or not a number; its step was skipped."""
 
 
 class ReplicaDriftWarning(UserWarning):
-    """Replicas have other values of what they keep alike, and training goes on."""
+    """State that should be identical differs between replicas; training goes on."""
 
 
 class RunRecordWarning(UserWarning):
-    """What a training does is recorded no further."""
+    """The record of a training run has ended early."""
 
 
 class SameRowsWarning(UserWarning):
@@ -144,8 +144,8 @@ class SlowInputWarning(UserWarning):
 
 
 class TooLateWarning(UserWarning):
-    """A setting came when what it sets had started already."""
+    """A setting was made after the point where it takes effect."""
 
 
 class UncheckedVersionWarning(UserWarning):
-    """TensorFlow or Keras is of a version that tfdp was not checked with."""
+    """The TensorFlow or Keras version was not tested with tfdp."""

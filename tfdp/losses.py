@@ -1,8 +1,8 @@
-"""What a hand-written loss is: a mean, or a sum, over the replica's samples.
+"""States whether a custom loss is a mean or a sum over the replica's samples.
 
-Losses of Keras say so themselves. A custom `train_step`, or a loss function that
-returns a scalar, does not; `local_mean` and `local_sum` say it. A loss that is neither,
-since its rows see each other, is made of `all_rows`.
+Keras losses state it themselves. A custom `train_step`, or a loss function that returns
+a scalar, does not; `local_mean` and `local_sum` do. A loss with interacting rows is
+neither: compute it from `all_rows`.
 """
 
 from __future__ import annotations
@@ -31,32 +31,27 @@ def all_rows(x: Any) -> Any:
 
         x_0, x_1, ... x_(R-1)        x_r: (n_r, ...) on replica r; the result: (N, ...)
 
-    For losses and metrics whose rows see each other (Dice, contrastive losses, a root
-    of a mean): made of all rows they are those of one device on the whole batch, and
-    so are their gradients, which come back to each replica's rows.
+    For losses and metrics with interacting rows (Dice, contrastive losses, a root of a
+    mean): computed from all rows they equal those of one device on the whole batch, and
+    so do their gradients. Each replica computes the same: return a loss as a scalar (a
+    mean) in `local_mean`, as below, a metric as a scalar, and values per row by
+    `own_rows`.
 
     Args:
-      x: a tensor with a row for each sample of this replica, or a structure of them, of
-        one shape but for the first axis; replicas may have different numbers of rows.
+      x: a tensor with a row for each sample of this replica, or a structure of them;
+        replicas may have different numbers of rows.
 
     Returns:
-      The same structure on every replica. Where replicas do not run, on one replica and
-      under the default strategy: `x` itself.
-
-    Each replica makes the same of all rows. So a loss is a number (a mean) in
-    `local_mean`, as below, and a metric a function that gives a number. Of what is of
-    single rows of all, and added up or weighed, take this replica's part (`own_rows`):
-    it would count once for each replica.
+      The same structure on every replica. Outside replicas, on one replica and under
+      the default strategy: `x` itself.
 
     Raises:
-      ConfigurationError: something is no dense tensor with rows; or XLA compiles what
-        a replica computes (`jit_compile=True`), which can exchange nothing then, but on
-        TPUs; or it is called in a `tf.function`, a branch or a loop of the step.
+      ConfigurationError: for anything but dense tensors with rows; where XLA compiles
+        a replica (`jit_compile=True`, except on TPUs), which cannot exchange then; or
+        in a `tf.function`, a branch or a loop of the step.
 
     Cost: each replica receives the other replicas' rows, (R - 1) / R of the result's
-    bytes, and its gradient goes as many bytes back.
-
-    Example:
+    bytes, and its gradient sends as many back.
 
     ```python
     import keras
@@ -74,27 +69,25 @@ def all_rows(x: Any) -> Any:
     model.compile("sgd", whole_dice)
     ```
 
-    Source: rows gathered over devices for a loss on pairs of them, as T. Chen et al.,
-    2020 (SimCLR), section 2.2, sum over all of a batch of 4096.
+    Source: T. Chen et al., 2020 (SimCLR), section 2.2.
     """
     _refuse_without_rows(
         "all_rows",
         x,
-        "of a number take tf.distribute.get_replica_context().all_reduce",
+        "for a number use get_replica_context().all_reduce of tf.distribute",
     )
     context = _replicas_in_sync("all_rows")
     return x if context is None else _gathered("all_rows", context, x)
 
 
 def own_rows(values: Any, like: Any) -> Any:
-    """This replica's part of what was made for each row of all replicas.
+    """This replica's part of values computed for each row of all replicas.
 
         v_0, v_1, ... v_(R-1)        v_r: (n_r, ...) on replica r; `values`: (N, ...)
 
-    Takes `all_rows` back. For losses and metrics that give a value for each row, made
-    of all of them (contrastive losses, the place of a row's answer among all answers):
-    each replica counts those of its own rows, so that means and sums over rows, sample
-    weights and all `keras.metrics` are those of one device.
+    The inverse of `all_rows`, for losses and metrics that give a value for each row
+    (contrastive losses, ranks among all answers): each replica counts its own rows, so
+    that means, sums, sample weights and all `keras.metrics` equal those of one device.
 
     Args:
       values: a tensor with a row for each row of all replicas, in the order of
@@ -102,15 +95,15 @@ def own_rows(values: Any, like: Any) -> Any:
       like: a tensor with this replica's rows, as it was given to `all_rows`.
 
     Returns:
-      The same structure, with as many rows as `like`. Where replicas do not run, on one
+      The same structure, with as many rows as `like` has. Outside replicas, on one
       replica and under the default strategy: `values` itself.
 
     Raises:
-      ConfigurationError: something is no dense tensor with rows, or has another number
-        of them where that is known while the graph is built; or as `all_rows`.
+      ConfigurationError: for anything but dense tensors with the right number of rows;
+        or as `all_rows`.
       tf.errors.InvalidArgumentError: the numbers of rows differ, in a step.
 
-    Cost: 4 bytes of each replica, in one exchange.
+    Cost: 4 bytes from each replica, in one exchange.
 
     Example, CLIP's loss (each text belongs to one image):
 
@@ -119,10 +112,8 @@ def own_rows(values: Any, like: Any) -> Any:
     import tfdp
 
     def clip(texts, images):
-        likeness = keras.ops.matmul(
-            tfdp.losses.all_rows(texts),
-            keras.ops.transpose(tfdp.losses.all_rows(images)),
-        )
+        images = keras.ops.transpose(tfdp.losses.all_rows(images))
+        likeness = keras.ops.matmul(tfdp.losses.all_rows(texts), images)
         labels = keras.ops.arange(keras.ops.shape(likeness)[0])
         of_each = keras.losses.sparse_categorical_crossentropy(
             labels, likeness, from_logits=True
@@ -133,36 +124,35 @@ def own_rows(values: Any, like: Any) -> Any:
     model.compile("sgd", clip)
     ```
 
-    Source: the loss as in A. Radford et al., 2021 (CLIP), figure 3, one of its two
-    directions.
+    Source: A. Radford et al., 2021 (CLIP), figure 3, one of its two directions.
     """
-    _refuse_without_rows("own_rows", [values, like], "take of a number all of it")
+    _refuse_without_rows("own_rows", [values, like], "a number needs no part")
     context = _replicas_in_sync("own_rows")
     if context is None:
         _refuse_other_lengths(values, like)
         return values
     rank = context.replica_id_in_sync_group
     if in_compiled_function():
-        # On TPUs replicas have as many rows, of a number that is known.
+        # On TPUs all replicas have the same, static number of rows.
         size = like.shape[0]
         if size is None:
             raise ConfigurationError(
-                "own_rows needs to know how many rows a replica has where XLA compiles "
-                "what it computes: batch with drop_remainder=True."
+                "own_rows needs a static number of rows per replica where XLA "
+                "compiles: batch with drop_remainder=True."
             )
         return tf.nest.map_structure(
             lambda value: _known_part(value, rank * size, size), values
         )
     found = current_run()
-    # Eager replicas gather borrowed rows as well.
+    # In eager mode, dummy rows are gathered as well.
     is_overridden = found is not None and not tf.executing_eagerly()
     own = found[0].has_own_rows(found[1]) if is_overridden else True  # type: ignore[index]
     rows = tf.shape(like)[0]
-    # A row that this replica has borrowed is not among those of all.
+    # A dummy row of this replica is not among those of all.
     own_count = rows * tf.cast(own, rows.dtype)
     counts = _gathered("own_rows", context, own_count[None])
     before = tf.reduce_sum(counts[:rank]) * tf.cast(own, rows.dtype)
-    # Those of others behind it; not one may be left, or missing.
+    # The rows after this replica's; the split fails unless all rows are accounted for.
     behind = tf.reduce_sum(counts) - before - rows
     length = tf.TensorShape(like.shape)[:1]
 
@@ -175,7 +165,7 @@ def own_rows(values: Any, like: Any) -> Any:
 
 
 def _known_part(value: Any, begin: Any, size: int) -> tf.Tensor:
-    """So many rows of `value`, in what XLA compiles: by sizes that are known."""
+    """`size` rows of `value`, with static sizes, for XLA."""
     rest = value.shape[1:]
     begins = tf.stack([begin, *[0] * rest.rank])
     return tf.slice(value, begins, [size, *rest], name=OWN_ROWS)
@@ -195,24 +185,20 @@ def _refuse_other_lengths(values: Any, like: Any) -> None:
     for part in tf.nest.flatten(values):
         if not rows.is_compatible_with(part.shape[:1]):
             raise ConfigurationError(
-                "own_rows needs a value for each row of all replicas, which are those "
-                f"of `like` on one replica: {rows[0]}. Received: {part.shape[0]}."
+                "own_rows needs a value for each row of all replicas, on one replica "
+                f"as many as `like` has: {rows[0]}. Received: {part.shape[0]}."
             )
 
 
 def _replicas_in_sync(name: str) -> Any:
-    """The context of this replica; None where there is no other one.
-
-    Raises:
-      ConfigurationError: they cannot meet here.
-    """
+    """The context of this replica; None if it is the only one."""
     context = tf.distribute.get_replica_context()
     if context is None or context.num_replicas_in_sync == 1:
         return None
     if in_compiled_function() and not getattr(context.strategy, "compiles_steps", True):
         raise ConfigurationError(
-            f"{name} is an exchange of replicas, which what XLA compiles cannot make: "
-            "compile the model with jit_compile=False."
+            f"{name} exchanges between replicas, which XLA cannot compile: compile the "
+            "model with jit_compile=False."
         )
     return context
 
@@ -227,34 +213,31 @@ def _gathered(name: str, context: Any, x: Any) -> Any:
             raise
         raise ConfigurationError(
             f"{name} was called within a tf.function, a branch or a loop of a step, "
-            "where replicas cannot meet. Call it before, in the step itself."
+            "where replicas cannot exchange. Call it before, in the step itself."
         ) from error
 
 
 def local_mean(loss: tf.Tensor) -> tf.Tensor:
-    """Brings a mean over this replica's samples to its share of the global mean.
+    """Scales a mean over this replica's samples to its share of the global mean.
 
         loss * n_r / N      n_r: this replica's samples, N: those of all replicas
 
-    The gradients of all replicas are added, so their sum is then the gradient of the
-    mean over the global batch, however unevenly the samples lie. Outside a tfdp
-    strategy, and on one replica, the loss comes back as it is.
-
-    A loss that is no mean over samples (Dice, a root of a mean) is each replica's of
-    its own samples, which `LocalMeanWarning` tells. It is that of the whole batch where
-    samples are gathered first, with `all_rows`.
+    The replicas' gradients are summed: the sum is then the gradient of the mean over
+    the global batch, however unevenly it is split. Outside a tfdp strategy, and on one
+    replica, returns the loss unchanged. A loss that is no mean over samples (Dice, a
+    root of a mean) must be computed from `all_rows`; `LocalMeanWarning` says so.
 
     Args:
-      loss: a scalar, the mean over the samples of this replica, or any number that all
-        replicas have alike.
+      loss: a scalar, the mean over the samples of this replica, or any number that is
+        identical on all replicas.
 
     Returns:
       The scaled scalar; take its gradient.
 
     Raises:
-      ConfigurationError: it is no floating-point number.
+      ConfigurationError: it is not a floating-point number.
 
-    Example, in a model's own `train_step`:
+    Example, in a custom `train_step`:
 
     ```python
     import keras
@@ -277,9 +260,7 @@ def local_mean(loss: tf.Tensor) -> tf.Tensor:
         return loss
     run, rank = found
     loss = _as_tensor("local_mean", loss)
-    _refuse_padding(run.padding_of(rank))
-    run.scaled_losses.add(trace_of(rank))
-    shares = run.shares[trace_of(rank)]
+    shares = _shares(run, rank)
     if is_share(shares, loss, "local_mean"):
         return loss
     suspect_loss(run, rank, loss)
@@ -287,12 +268,12 @@ def local_mean(loss: tf.Tensor) -> tf.Tensor:
 
 
 def local_sum(loss: tf.Tensor) -> tf.Tensor:
-    """States that adding the replicas' losses gives the global one; changes nothing.
+    """States that the global loss is the sum of the replicas' losses; changes nothing.
 
-    For sums over the samples, and for losses already divided by the global batch.
+    For sums over the samples, and for losses already divided by the global batch size.
 
     Args:
-      loss: a scalar; or a value for each row, whose gradient is that of their sum.
+      loss: a scalar; or a value for each row, with the gradient of their sum.
 
     Returns:
       `loss`.
@@ -305,16 +286,14 @@ def local_sum(loss: tf.Tensor) -> tf.Tensor:
         return loss
     run, rank = found
     loss = _as_tensor("local_sum", loss)
-    _refuse_padding(run.padding_of(rank))
-    run.scaled_losses.add(trace_of(rank))
-    shares = run.shares[trace_of(rank)]
+    shares = _shares(run, rank)
     if shares.standing_of(loss) is Standing.SHARE:
         return loss
     return loss * shares.factor(1.0, loss.dtype)
 
 
 def _as_tensor(function: str, loss: Any) -> tf.Tensor:
-    """What a variable holds, or a Python number is, for what looks into graphs."""
+    """The loss of a variable or Python number as a tensor, for graph analysis."""
     try:
         found = tf.convert_to_tensor(loss)
     except (TypeError, ValueError):
@@ -327,10 +306,13 @@ def _as_tensor(function: str, loss: Any) -> tf.Tensor:
     return found
 
 
-def _refuse_padding(padding: Any) -> None:
-    if padding is not None:
+def _shares(run: Any, rank: Any) -> Any:
+    """The losses that a replica has scaled so far; refuses padded batches."""
+    if run.padding_of(rank) is not None:
         raise ConfigurationError(
-            "This batch was filled up to a fixed size, and a loss taken by hand counts "
-            "the filling. Take it with self.compute_loss(x=x, y=y, y_pred=y_pred), "
-            "which leaves it out, or give batches of one size (drop_remainder=True)."
+            "This batch was padded to a fixed size, and a custom loss counts the "
+            "padding. Use self.compute_loss(x=x, y=y, y_pred=y_pred), which leaves it "
+            "out, or batches of one size (drop_remainder=True)."
         )
+    run.scaled_losses.add(trace_of(rank))
+    return run.shares[trace_of(rank)]

@@ -1,6 +1,6 @@
 """Learning-rate schedules of large-batch training, as Keras schedules.
 
-All are serialisable and take the step as an int, a float, a tensor or a Keras
+They are serializable and take the step as an int, a float, a tensor or a Keras
 variable. They compute in float32, which holds every step below 2**24 exactly.
 """
 
@@ -25,15 +25,15 @@ __all__ = ["LinearWarmup", "PolynomialDecay", "scale_learning_rate"]
 
 @keras.saving.register_keras_serializable("tfdp")
 class LinearWarmup(keras.optimizers.schedules.LearningRateSchedule):
-    """A straight line from `initial` up to any schedule, then that schedule.
+    """A linear warm-up from `initial` to any schedule, then that schedule.
 
     With W = warmup_steps:
 
         step < W:   initial + (after(W) - initial) * step / W
         step >= W:  after(step)
 
-    `after` is given the absolute step, not the step since the warm-up: the boundaries
-    of a `PiecewiseConstantDecay` keep their meaning, and there is no jump at W.
+    `after` gets the absolute step, so the boundaries of a `PiecewiseConstantDecay` keep
+    their meaning, and there is no jump at W.
 
     Args:
       after: a number of at least 0 (a constant rate), or any Keras
@@ -43,7 +43,7 @@ class LinearWarmup(keras.optimizers.schedules.LearningRateSchedule):
         one worker, MLPerf's and BERT's at 0.
 
     Raises:
-      ConfigurationError: when an argument is none of these.
+      ConfigurationError: for a bad argument.
 
     ```python
     import keras
@@ -58,9 +58,7 @@ class LinearWarmup(keras.optimizers.schedules.LearningRateSchedule):
     ```
 
     Source: P. Goyal et al., 2017, arXiv 1706.02677, section 2.2 ("gradual warmup").
-
-    Differs from BERT's `WarmUp` (Model Garden), which aims at the initial rate of the
-    schedule after it and so jumps down at W; here the line ends where `after` is at W.
+    Differs from BERT's `WarmUp` (Model Garden), which aims at after(0) and jumps at W.
     """
 
     def __init__(self, after: Any, warmup_steps: int, initial: float = 0.0) -> None:
@@ -82,20 +80,18 @@ class LinearWarmup(keras.optimizers.schedules.LearningRateSchedule):
         return ops.cast(rate, "float32")
 
     def __call__(self, step: Any) -> Any:
-        """The learning rate at `step`: a float32 scalar."""
         step = ops.convert_to_tensor(step)
         rate = self._after_at(step)
         if self.warmup_steps == 0:
             return rate
-        # The end of the warm-up has the dtype of the step, because schedules such as
-        # PiecewiseConstantDecay compare it with their boundaries in that dtype.
+        # In the dtype of the step: schedules such as PiecewiseConstantDecay compare it
+        # with their boundaries in that dtype.
         target = self._after_at(ops.cast(self.warmup_steps, step.dtype))
         fraction = ops.cast(step, "float32") / float(self.warmup_steps)
         warmup = interpolate(self.initial, target, fraction)
         return ops.where(step < ops.cast(self.warmup_steps, step.dtype), warmup, rate)
 
     def get_config(self) -> dict[str, Any]:
-        """The arguments, as plain data."""
         after = self.after
         if not isinstance(after, float):
             after = keras.optimizers.schedules.serialize(after)
@@ -107,7 +103,6 @@ class LinearWarmup(keras.optimizers.schedules.LearningRateSchedule):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> LinearWarmup:
-        """The schedule that `get_config` described."""
         after = config["after"]
         if isinstance(after, dict):
             after = keras.optimizers.schedules.deserialize(after)
@@ -116,7 +111,7 @@ class LinearWarmup(keras.optimizers.schedules.LearningRateSchedule):
 
 @keras.saving.register_keras_serializable("tfdp")
 class PolynomialDecay(keras.optimizers.schedules.LearningRateSchedule):
-    """MLPerf's schedule for LARS: warm-up from 0, then a polynomial down to the end.
+    """MLPerf's schedule for LARS: a warm-up from 0, then polynomial decay.
 
     With W = warmup_steps, T = total_steps, D = T - W + 1, p = peak_learning_rate and
     e = end_learning_rate:
@@ -125,21 +120,20 @@ class PolynomialDecay(keras.optimizers.schedules.LearningRateSchedule):
         step <= T + 1:  (p - e) * (1 - (step - W) / D) ** power + e
         later:          e
 
-    Both lines give exactly p at step W, so there is no jump. The optimizer's first
-    step is step 0: with a warm-up its rate is 0, as in the reference. T steps use the
-    rates of step 0 to T - 1; the end rate itself is reached at T + 1 and then held.
+    The optimizer's first step is step 0: with a warm-up its rate is 0, as in the
+    reference. T steps use the rates of step 0 to T - 1; the end rate is reached at T +
+    1.
 
     Args:
       peak_learning_rate: the rate at the end of the warm-up, at least 0.
-      total_steps: all optimizer steps of the training, warm-up included, at least 1.
+      total_steps: optimizer steps of the training, warm-up included, at least 1.
       warmup_steps: how many of them warm up, from 0 (the decay starts at step 0 with
         the peak rate) to below `total_steps`.
-      end_learning_rate: the rate that the decay aims at, at least 0.
-      power: 2 in MLPerf's LARS; 1 is a straight line, 0.5 NVIDIA's choice for LAMB.
-        Above 0.
+      end_learning_rate: the rate at the end of the decay, at least 0.
+      power: above 0. 2 in MLPerf's LARS; 1 is linear, 0.5 NVIDIA's choice for LAMB.
 
     Raises:
-      ConfigurationError: when an argument is out of its range.
+      ConfigurationError: for an argument out of its range.
 
     ```python
     from tfdp.schedules import PolynomialDecay
@@ -148,12 +142,10 @@ class PolynomialDecay(keras.optimizers.schedules.LearningRateSchedule):
     print([float(schedule(step)) for step in (0, 500, 1_000, 2_513)])
     ```
 
-    Source: MLCommons training reference, image classification for TensorFlow 2,
-    `PolynomialDecayWithWarmup`; the polynomial is that of Y. You et al., 2017,
-    arXiv 1708.03888.
-
-    Differs from `keras.optimizers.schedules.PolynomialDecay`: that one has no warm-up
-    and D is `decay_steps`; ours is that one at `step - W` with `decay_steps = D`.
+    Source: MLCommons reference, image classification for TensorFlow 2,
+    `PolynomialDecayWithWarmup`; the polynomial: Y. You et al., 2017, arXiv 1708.03888.
+    `keras.optimizers.schedules.PolynomialDecay` has no warm-up; this one equals it at
+    `step - W` with `decay_steps = D`.
     """
 
     def __init__(
@@ -184,7 +176,6 @@ class PolynomialDecay(keras.optimizers.schedules.LearningRateSchedule):
         self.power = check_rate("PolynomialDecay.power", power, above_zero=True)
 
     def __call__(self, step: Any) -> Any:
-        """The learning rate at `step`: a float32 scalar."""
         step = ops.cast(step, "float32")
         remaining = remaining_fraction(
             ops.minimum(step, float(self.total_steps + 1)),
@@ -198,13 +189,11 @@ class PolynomialDecay(keras.optimizers.schedules.LearningRateSchedule):
         )
         if self.warmup_steps == 0:
             return decay
-        warmup = interpolate(
-            0.0, self.peak_learning_rate, step / float(self.warmup_steps)
-        )
+        fraction = step / float(self.warmup_steps)
+        warmup = interpolate(0.0, self.peak_learning_rate, fraction)
         return ops.where(step <= float(self.warmup_steps), warmup, decay)
 
     def get_config(self) -> dict[str, Any]:
-        """The arguments, as plain data."""
         return {
             "peak_learning_rate": self.peak_learning_rate,
             "total_steps": self.total_steps,

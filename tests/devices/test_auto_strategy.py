@@ -14,7 +14,7 @@ import tfdp
 from tests.support.fresh_python import run_program
 from tests.support.tpu_stand_in import StandInStrategy
 from tfdp.errors import ConfigurationError, DeviceError
-from tfdp.strategies.in_words import FirstFit, strategy_in_words, unsaid
+from tfdp.strategies.in_words import FirstFit, describe_strategy, unsaid
 
 
 def test_every_option_has_a_type_and_a_default():
@@ -109,7 +109,7 @@ def test_the_repr_tells(make, words):
 
 def test_many_devices_are_given_as_a_range():
     devices = [f"/job:worker/task:1/device:GPU:{number}" for number in range(8)]
-    assert strategy_in_words("S", devices, hosts=2, engine="tensorflow (NCCL)") == (
+    assert describe_strategy("S", devices, hosts=2, engine="tensorflow (NCCL)") == (
         "S(16 replicas on 2 hosts, here GPU:0 to GPU:7; engine tensorflow (NCCL))"
     )
 

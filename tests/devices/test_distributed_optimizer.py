@@ -236,7 +236,7 @@ def test_nonsense_is_refused(arguments, words):
 def test_nonsensical_options_are_refused():
     with pytest.raises(ConfigurationError, match="accumulate_steps.*Received: 0"):
         tfdp.DistributedOptimizer(sgd(), accumulate_steps=0)
-    with pytest.raises(ConfigurationError, match="asked for twice"):
+    with pytest.raises(ConfigurationError, match="set twice"):
         tfdp.DistributedOptimizer(sgd(gradient_accumulation_steps=2))
     with pytest.raises(ConfigurationError, match="inner_optimizer"):
         tfdp.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(sgd()))

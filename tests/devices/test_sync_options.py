@@ -275,7 +275,7 @@ def test_a_loop_of_ones_own_is_refused():
 
         strategy.run(replica_step, args=(x,))
 
-    with pytest.raises(ConfigurationError, match="a loop of your own"):
+    with pytest.raises(ConfigurationError, match="a custom loop"):
         step(tf.ones([4, 5]))
 
 

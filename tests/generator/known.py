@@ -91,7 +91,7 @@ REFUSED = {
         p.layout.pad_batches is True and p.data.source != "arrays"
     ),
     "adds a loss of its own": lambda p: p.layout.pad_batches and _uses(p, ADDS_LOSS),
-    "This batch was filled up to a fixed size": lambda p: (
+    "This batch was padded to a fixed size": lambda p: (
         p.layout.pad_batches
         and (
             p.train_step == "local_mean"

@@ -1,4 +1,4 @@
-"""Layers whose result depends on the samples of all replicas."""
+"""Layers with results that depend on the samples of all replicas."""
 
 from tfdp.layers.convert import convert_batch_normalization
 from tfdp.layers.sync_batch_normalization import SyncBatchNormalization

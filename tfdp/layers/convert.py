@@ -1,7 +1,8 @@
-"""`convert_batch_normalization`: a model's layers made synchronous."""
+"""`convert_batch_normalization`: synchronizes a model's batch normalization."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
@@ -18,27 +19,23 @@ from tfdp.layers.sync_batch_normalization import (
 def convert_batch_normalization(
     model: keras.Model, group_size: int | None = None
 ) -> keras.Model:
-    """A copy of `model` that normalises over the samples of all replicas.
+    """A copy of `model` that normalizes over the samples of all replicas.
 
-    Every `keras.layers.BatchNormalization` becomes a `SyncBatchNormalization` of the
-    same name and arguments; in nested models and in layers that hold another
-    (`TimeDistributed`) too. The weights are copied. A compiled model gives a compiled
-    copy, with a fresh optimizer.
-
-    Call it in the scope of the strategy that is to train the copy.
+    Replaces every `keras.layers.BatchNormalization`, also in nested models and wrapper
+    layers (`TimeDistributed`), by a `SyncBatchNormalization` of the same name,
+    arguments and weights. A compiled model gives a compiled copy, with a fresh
+    optimizer. Call it in the scope of the strategy that will train the copy.
 
     Args:
       model: a Sequential or functional model.
-      group_size: see `SyncBatchNormalization`; layers that are synchronous already
-        get it too.
+      group_size: see `SyncBatchNormalization`; also set on layers synchronized already.
 
     Returns:
       The copy, of the class of `model`.
 
     Raises:
-      ConfigurationError: for a subclassed model, whose layers are made by its own
-        code; for a layer that makes a BatchNormalization in its own code, or a class
-        derived from it; for a bad `group_size`.
+      ConfigurationError: for a subclassed model; for a layer that creates a
+        BatchNormalization itself, or a class derived from it; for a bad `group_size`.
 
     ```python
     import keras
@@ -53,9 +50,7 @@ def convert_batch_normalization(
     _check_model(model)
     _check_constructors(model)
 
-    def clone_layer(layer: Any) -> Any:
-        return _clone_layer(layer, group_size)
-
+    clone_layer = functools.partial(_clone_layer, group_size=group_size)
     copy = keras.models.clone_model(model, clone_function=clone_layer, recursive=True)
     _check_copy(model, copy)
     copy.set_weights(model.get_weights())
@@ -65,13 +60,12 @@ def convert_batch_normalization(
 def _clone_layer(layer: Any, group_size: int | None) -> Any:
     """A new layer or operation like `layer`, without its weights' values."""
     if type(layer) in (keras.layers.BatchNormalization, SyncBatchNormalization):
-        return SyncBatchNormalization.from_config(
-            _synchronous_config(layer.get_config(), group_size)
-        )
+        config = _synchronous_config(layer.get_config(), group_size)
+        return SyncBatchNormalization.from_config(config)
     if isinstance(layer, keras.Model):
         _check_model(layer)
     if isinstance(layer, keras.layers.Lambda):
-        # The code is the caller's own and already in this process, not from a file.
+        # The code is the caller's and already in this process, not from a file.
         return type(layer).from_config(layer.get_config(), safe_mode=False)
     config = layer.get_config()
     if _plain_layers(layer):
@@ -79,25 +73,19 @@ def _clone_layer(layer: Any, group_size: int | None) -> Any:
     return type(layer).from_config(config)
 
 
-def _synchronous_config(
-    config: dict[str, Any], group_size: int | None
-) -> dict[str, Any]:
+def _synchronous_config(config: dict[str, Any], group_size: Any) -> dict[str, Any]:
     return {**config, "synchronized": True, "group_size": group_size}
 
 
 def _replace_in_config(config: Any, group_size: int | None) -> Any:
-    """`config` with each serialised BatchNormalization in it made synchronous."""
+    """`config` with each serialized BatchNormalization in it synchronized."""
     if isinstance(config, (list, tuple)):
         return type(config)(_replace_in_config(item, group_size) for item in config)
     if not isinstance(config, dict):
         return config
-    replaced = {
-        key: _replace_in_config(value, group_size) for key, value in config.items()
-    }
-    if (config.get("module"), config.get("class_name")) == (
-        "keras.layers",
-        "BatchNormalization",
-    ):
+    replaced = {k: _replace_in_config(v, group_size) for k, v in config.items()}
+    kind = config.get("module"), config.get("class_name")
+    if kind == ("keras.layers", "BatchNormalization"):
         like = keras.saving.serialize_keras_object(SyncBatchNormalization())
         inner = _synchronous_config(replaced["config"], group_size)
         return {**replaced, **like, "config": inner}
@@ -105,9 +93,8 @@ def _replace_in_config(config: Any, group_size: int | None) -> Any:
 
 
 def _models(model: keras.Model) -> list[keras.Model]:
-    """The model and those in it."""
-    inside = tf.train.TrackableView(model).descendants()
-    return [inner for inner in inside if isinstance(inner, keras.Model)]
+    within = tf.train.TrackableView(model).descendants()
+    return [inner for inner in within if isinstance(inner, keras.Model)]
 
 
 def _lost_methods(model: keras.Model) -> ConfigurationError:
@@ -119,35 +106,28 @@ def _lost_methods(model: keras.Model) -> ConfigurationError:
 
 
 def _plain_layers(layer: Any) -> list[Any]:
-    """The layers in `layer` that normalise without the other replicas."""
+    """The layers in `layer` that normalize over their own replica only."""
     if not isinstance(layer, keras.Layer):
         return []
-    return [
-        inner
-        for inner in tf.train.TrackableView(layer).descendants()
-        if isinstance(inner, keras.layers.BatchNormalization)
-        and not isinstance(inner, SyncBatchNormalization)
-    ]
+    within = tf.train.TrackableView(layer).descendants()
+    normalizing = [x for x in within if isinstance(x, keras.layers.BatchNormalization)]
+    return [x for x in normalizing if not isinstance(x, SyncBatchNormalization)]
 
 
 def _check_model(model: Any) -> None:
-    """Refuses what is not built of layers that Keras can copy one by one."""
+    """Refuses a model that Keras cannot copy layer by layer."""
     functional = isinstance(model, keras.Sequential) or hasattr(model, "operations")
     if not isinstance(model, keras.Model) or not functional:
         raise ConfigurationError(
             "convert_batch_normalization takes a Sequential or functional keras.Model. "
-            f"Received: {type(model).__name__} {getattr(model, 'name', '')!r}. In a "
-            "class of your own, write tfdp.layers.SyncBatchNormalization(...) in the "
-            "place of keras.layers.BatchNormalization(...), with the same arguments."
+            f"Received: {type(model).__name__} {getattr(model, 'name', '')!r}. In your "
+            "own class, write tfdp.layers.SyncBatchNormalization(...) instead of "
+            "keras.layers.BatchNormalization(...), with the same arguments."
         )
 
 
 def _check_constructors(model: keras.Model) -> None:
-    """Refuses a model, or one in it, that cannot be made from inputs and outputs.
-
-    Keras would copy it as a plain Functional, without its own methods, or (3.12) end
-    in a TypeError.
-    """
+    """Refuses models not made from inputs and outputs: Keras would lose methods."""
     for inner in _models(model):
         if isinstance(inner, keras.Sequential) or not hasattr(inner, "operations"):
             continue
@@ -158,7 +138,7 @@ def _check_constructors(model: keras.Model) -> None:
 
 
 def _check_copy(model: keras.Model, copy: keras.Model) -> None:
-    """Refuses a copy that lost code or kept a layer that is not synchronous."""
+    """Refuses a copy that lost code or kept a layer that is not synchronized."""
     kept = {type(inner) for inner in _models(copy)}
     for inner in _models(model):
         if type(inner) not in kept:

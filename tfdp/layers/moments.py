@@ -1,22 +1,22 @@
-"""Count, mean and squared deviations of samples: taken, packed and merged.
+"""Means and variances of samples in parts: computed, packed and merged.
 
-Nowhere is a variance taken as E[x^2] - E[x]^2: with a mean of 1000 and a standard
-deviation of 0.1 both terms are 1e6, the variance is 0.01, and float32 keeps 7 digits.
+No variance is computed as E[x^2] - E[x]^2: with a mean of 1000 and a standard deviation
+of 0.1 both terms are 1e6, the variance is 0.01, and float32 keeps 7 digits.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 
 class Moments(NamedTuple):
-    """What is known of a set of samples, for each of C channels.
+    """The moments of a set of samples, for each of C channels.
 
     Args:
-      count: how many samples, shape [..., 1], or [..., C] where channels differ.
-      mean: their mean, shape [..., C]; 0 where there are none.
+      count: number of samples, shape [..., 1], or [..., C] where channels differ.
+      mean: shape [..., C]; 0 where there are no samples.
       squared_deviations: the sum of (x - mean)^2, shape [..., C].
     """
 
@@ -26,7 +26,7 @@ class Moments(NamedTuple):
 
     @property
     def variance(self) -> tf.Tensor:
-        """The mean of (x - mean)^2, as Keras has it; 0 where there are no samples."""
+        """The mean of (x - mean)^2, as in Keras; 0 where there are no samples."""
         return self.squared_deviations / at_least_one(self.count)
 
     def pack(self) -> tf.Tensor:
@@ -40,7 +40,7 @@ def unpack(packed: tf.Tensor, channels: int) -> Moments:
 
 
 def at_least_one(count: tf.Tensor) -> tf.Tensor:
-    """A divisor that is `count`, and 1 for no samples, whose sums are 0."""
+    """`count` as a divisor: 1 for no samples (their sums are 0)."""
     return tf.maximum(count, tf.ones_like(count))
 
 
@@ -52,8 +52,8 @@ def other_axes(x: tf.Tensor, axis: int) -> list[int]:
 def channel_sums(x: tf.Tensor, axis: int, channels: int) -> tf.Tensor:
     """The sums over all axes but `axis`, shape [channels].
 
-    One axis after the other, because TensorFlow adds the rows of a column one by one:
-    1024 + 1024 additions lose less than 1024 x 1024, and take less time.
+    Axis by axis, because TensorFlow adds the rows of a column sequentially: 1024 + 1024
+    additions lose less than 1024 x 1024, and take less time.
     """
     for other in other_axes(x, axis):
         x = tf.reduce_sum(x, other, keepdims=True)
@@ -61,28 +61,20 @@ def channel_sums(x: tf.Tensor, axis: int, channels: int) -> tf.Tensor:
 
 
 def broadcast_channels(vector: tf.Tensor, x: tf.Tensor, axis: int) -> tf.Tensor:
-    """A vector of channels in a shape that broadcasts against `x` along `axis`."""
+    """A vector of channels, reshaped to broadcast against `x` along `axis`."""
     shape = [1] * x.shape.rank
     shape[axis] = -1
     return tf.reshape(vector, shape)
 
 
-def local_moments(
-    x: tf.Tensor, axis: int, channels: int, mask: tf.Tensor | None
-) -> Moments:
+def local_moments(x: tf.Tensor, axis: int, channels: int, mask: Any) -> Moments:
     """The moments of this replica's samples, in two passes and a correction:
 
         m = sum x / n,   d = x - m,   mean = m + sum d / n
         squared_deviations = sum d^2 - (sum d)^2 / n
 
-    The first mean only has to be near: what it is off by is seen in sum d and taken
-    back.
-
-    Args:
-      x: floats of any shape; no row at all is allowed.
-      axis: that of the channels, from 0.
-      channels: C, the length of `axis`.
-      mask: booleans of the shape of `x`, True for those that count; None for all.
+    The first mean need only be close: sum d holds its error. `mask`: booleans of the
+    shape of `x`, True for samples that count; None: all.
 
     Source: T. Chan, G. Golub, R. LeVeque, "Algorithms for computing the sample
     variance: analysis and recommendations", The American Statistician 37, 1983,
@@ -94,7 +86,7 @@ def local_moments(
         x = tf.where(mask, x, tf.zeros_like(x))
         count = tf.math.count_nonzero(mask, axis=other_axes(x, axis))
         if axis == x.shape.rank - 1:
-            count = count[:1]  # a mask says nothing about the last axis
+            count = count[:1]  # the mask is the same along the last axis
     count = tf.cast(count, x.dtype)
     divisor = at_least_one(count)
 
@@ -110,7 +102,7 @@ def local_moments(
 
 
 def merge(parts: Moments, axis: int) -> Moments:
-    """The moments of all parts together, which lie along `axis`.
+    """The moments of all parts together, which lie along `axis` (removed).
 
         n = sum n_r
         mean = sum n_r mean_r / n
@@ -118,22 +110,16 @@ def merge(parts: Moments, axis: int) -> Moments:
 
     Every replica adds in the same order, so that all get the same bits.
 
-    Args:
-      parts: moments with an axis of parts; parts without samples change nothing.
-      axis: which one; it is gone from the result.
-
     Source: T. Chan, G. Golub, R. LeVeque, "Updating formulae and a pairwise algorithm
-    for computing sample variances", Stanford STAN-CS-79-773, 1979.
-
-    Differs from the paper: all parts at once instead of pair by pair, and the mean is
-    corrected as in `local_moments`.
+    for computing sample variances", Stanford STAN-CS-79-773, 1979. Differs from the
+    paper: merges all parts at once, and corrects the mean as in `local_moments`.
     """
     count = tf.reduce_sum(parts.count, axis, keepdims=True)
     divisor = at_least_one(count)
     near_mean = tf.reduce_sum(parts.count * parts.mean, axis, keepdims=True) / divisor
     missed = parts.count * (parts.mean - near_mean)
     mean = near_mean + tf.reduce_sum(missed, axis, keepdims=True) / divisor
-    # Times the count first: 0 samples must give 0 even where the square overflows.
+    # Multiply by the count first: 0 samples must give 0 even if the square overflows.
     shift = parts.mean - mean
     between = tf.reduce_sum(parts.count * shift * shift, axis)
     within = tf.reduce_sum(parts.squared_deviations, axis)

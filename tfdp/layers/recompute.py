@@ -1,7 +1,7 @@
-"""What a layer does besides computing, told apart when it is computed twice.
+"""Isolates the side effects of a layer that is computed twice.
 
-A second pass through the same layer must see what the first one saw, and must not
-update moving statistics or counters again. What is random is in `random_draws`.
+The second pass must see the state that the first one saw, and must not update moving
+statistics or counters again. Random draws: see `rematerialization`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdp._private import names
 from tfdp._private.keras_layers import stored_value
 from tfdp._private.keras_models import (
     layers_within,
@@ -21,19 +22,10 @@ from tfdp._private.keras_models import (
     put_mask,
     state_of,
 )
-from tfdp._private.names import (
-    DistributedVariable,
-    VariableWatcher,
-    current_rank,
-    own_copy,
-    record_operation,
-    variable_accessed,
-    whole_of,
-)
 
 
 def stored_in(layer: keras.layers.Layer) -> list[tuple[keras.Variable, tf.Tensor]]:
-    """What the layers within `layer` store, as it is now."""
+    """The state of the layers within `layer`, with its current values."""
     if tf.distribute.in_cross_replica_context():
         return []
     variables = [v for sublayer in layers_within(layer) for v in state_of(sublayer)]
@@ -43,16 +35,12 @@ def stored_in(layer: keras.layers.Layer) -> list[tuple[keras.Variable, tf.Tensor
 def without_updates(
     stored: Sequence[tuple[keras.Variable, tf.Tensor]],
 ) -> contextlib.AbstractContextManager:
-    """While this lasts assignments to Keras variables have no effect.
-
-    Args:
-      stored: values that are read of such variables.
-    """
-    return _Apart(state_mapping=stored)
+    """Within this context, Keras variables read as `stored`, and never change."""
+    return _WithoutUpdates(state_mapping=stored)
 
 
-class _Apart(keras.StatelessScope):
-    """In which what is stored and read again has no gradient, as in a variable."""
+class _WithoutUpdates(keras.StatelessScope):
+    """Values stored and read back have no gradient, as in a variable."""
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
         variable, value = update
@@ -60,12 +48,7 @@ class _Apart(keras.StatelessScope):
 
 
 def copy_in_name(tensor: Any, mask: Any = None) -> Any:
-    """The same tensor under another name, with the mask that Keras left with it.
-
-    Args:
-      tensor: or what becomes one, such as a number; None stays None.
-      mask: that it had, where it may have lost it since.
-    """
+    """A copy of the tensor, or None, with the mask that Keras attached to it."""
     if tensor is None:
         return None
     copied = tf.identity(tensor)
@@ -77,23 +60,25 @@ def copy_in_name(tensor: Any, mask: Any = None) -> Any:
 
 def as_read(value: Any) -> Any:
     """The tensor of a variable; anything else as it is."""
-    is_variable = isinstance(value, (keras.Variable, tf.Variable, DistributedVariable))
+    is_variable = isinstance(
+        value, (keras.Variable, tf.Variable, names.DistributedVariable)
+    )
     return tf.convert_to_tensor(value) if is_variable else value
 
 
 def count_losses(layer: keras.layers.Layer) -> int:
-    """How many losses `add_loss` has left in `layer` and the layers within it."""
+    """The number of losses that `add_loss` left in `layer` and the layers within it."""
     return sum(len(losses_added_in(sublayer)) for sublayer in layers_within(layer))
 
 
 def own_copies(variables: Sequence[keras.Variable]) -> list[tf.Variable]:
-    """What the calling replica itself holds of each variable: its copy or its shard."""
+    """This replica's component of each variable: its copy or its shard."""
     stored = [stored_value(variable) for variable in variables]
     if tf.distribute.in_cross_replica_context():
         return []
     return [
-        own_copy(value, current_rank())
-        if isinstance(value, DistributedVariable)
+        names.own_copy(value, names.current_rank())
+        if isinstance(value, names.DistributedVariable)
         and tf.distribute.get_strategy() is value.distribute_strategy
         else value
         for value in stored
@@ -101,30 +86,23 @@ def own_copies(variables: Sequence[keras.Variable]) -> list[tf.Variable]:
 
 
 def read_besides(
-    watcher: VariableWatcher, own: Sequence[tf.Variable]
+    watcher: names.VariableWatcher, own: Sequence[tf.Variable]
 ) -> list[tf.Variable]:
-    """Variables that a block has read, and that its layers do not hold.
-
-    Such as the table of a layer elsewhere, in a `Lambda` or an operation of Keras.
-
-    Args:
-      watcher: of the first pass.
-      own: the `own_copies` of all that it holds.
-    """
+    """Variables that a block reads but does not hold, such as in a `Lambda`."""
     if tf.distribute.in_cross_replica_context():
         return []
     found = [v for v in watcher.watched_variables() if v.trainable]
-    # Those of all replicas are read to gather shards.
+    # To gather shards, those of all replicas are read.
     copies = {id(copy): copy for copy in map(_copy_here, found)}
     return [copy for place, copy in copies.items() if place not in set(map(id, own))]
 
 
 def _copy_here(variable: Any) -> tf.Variable:
-    """What the calling replica trains of a variable, or of one copy of it."""
+    """The calling replica's component of a variable, given the variable or a copy."""
     whole = variable
-    if not isinstance(variable, DistributedVariable):
-        whole = whole_of(variable)
-    return variable if whole is None else own_copy(whole, current_rank())
+    if not isinstance(variable, names.DistributedVariable):
+        whole = names.whole_of(variable)
+    return variable if whole is None else names.own_copy(whole, names.current_rank())
 
 
 def record_gradient(
@@ -133,12 +111,12 @@ def record_gradient(
     variables: Sequence[tf.Variable],
     backward: Callable[..., list[Any]],
 ) -> None:
-    """Tells the open gradient tapes how to get from `outputs` back to what made them.
+    """Gives the open gradient tapes the `backward` function of `outputs`.
 
-    Not `tf.custom_gradient`: that reads every variable once more, which gathers those
-    that are stored in shards, and keeps them until the backward pass.
+    Not `tf.custom_gradient`: it reads every variable again, which gathers sharded ones
+    and keeps them until the backward pass.
     """
     for variable in variables:
-        variable_accessed(variable)
+        names.variable_accessed(variable)
     inputs = [*tensors, *(variable.handle for variable in variables)]
-    record_operation("Rematerialized", outputs, inputs, backward)
+    names.record_operation("Rematerialized", outputs, inputs, backward)

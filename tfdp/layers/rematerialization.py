@@ -1,4 +1,4 @@
-"""Activation checkpointing: layers compute twice instead of keeping what they computed.
+"""Activation checkpointing: recomputes activations instead of storing them.
 
 T. Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
 """
@@ -11,7 +11,7 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import keras
 import tensorflow as tf
@@ -28,16 +28,7 @@ from tfdp._private.step_ops import ASSIGNS, DRAWS, operations_within, reads_only
 from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError, TooLateWarning
 from tfdp.exchange.engine import exchanges_of
-from tfdp.layers.recompute import (
-    as_read,
-    copy_in_name,
-    count_losses,
-    own_copies,
-    read_besides,
-    record_gradient,
-    stored_in,
-    without_updates,
-)
+from tfdp.layers import recompute
 from tfdp.layers.segments import cut_in_segments
 from tfdp.tracing.run import current_run, name_of_gradient
 from tfdp.variables.global_seed import drawing_globally
@@ -54,40 +45,37 @@ def remat(
     *,
     prefetch: int = 1,
 ) -> LayerOrModel:
-    """Keeps only the inputs of blocks of layers; backprop computes the rest again.
+    """Keeps only the inputs of blocks of layers; the backward pass recomputes the rest.
 
     The gradient is the same: dropout and noise repeat their draws, and moving
-    statistics are updated once. With `shard="parameters"` the weights of a block are
+    statistics are updated once. With `shard="parameters"` a block's weights are
     gathered for its forward pass, dropped, and gathered again for its backward pass.
 
     Args:
       layer: a built or unbuilt layer or model; changed in place.
-      policy: what is a block. "each": every layer that a model calls, and a layer that
-        is no model itself; "whole": the model as one block; "segments": runs of layers
-        of a functional or sequential model, so cut that least is held at once; a
-        function: those of the model's layers for which it returns True.
-      prefetch: for how many blocks ahead weights may be gathered, at least 0, which
-        takes the least memory.
+      policy: the blocks. "each": every layer of a model, or a layer that is no model;
+        "whole": the model as one block; "segments": runs of layers of a functional or
+        sequential model, cut to minimize memory; a function: the model's layers for
+        which it returns True.
+      prefetch: how many blocks ahead weights may be gathered, at least 0, which takes
+        the least memory.
 
     Returns:
       `layer`.
 
     Raises:
-      ConfigurationError: when an argument is not as above, and, when it runs, for a
-        block that is given ragged tensors or calls `add_loss`, whose gradient would be
-        lost; that assigns to a weight that is trained
-        (`keras.layers.SpectralNormalization`); and, seen in graphs but not with
-        `run_eagerly=True`, that draws random numbers by TensorFlow and not by
-        `keras.random`, assigns to a variable of TensorFlow which is no weight, or
-        draws or assigns in a `tf.function` of its own.
+      ConfigurationError: for a bad argument; and, when it runs, for a block with ragged
+        inputs or `add_loss` (lost gradients), one that assigns to a trainable weight
+        (`keras.layers.SpectralNormalization`), and, in graphs only, one that draws by
+        TensorFlow instead of `keras.random`, assigns to a `tf.Variable` that is no
+        weight, or does either in its own `tf.function`.
 
     Warns:
-      TooLateWarning: the model was trained already; the next `fit` runs the step that
-        was traced then, until the model is compiled again. A layer of such a model
-        cannot tell.
+      TooLateWarning: the model was trained already, and runs the step traced before
+        until it is compiled again. A single layer of such a model gives no warning.
 
     Cost: one more forward pass. Not saved with the model: call it again after loading,
-    and after layers were added to a `Sequential`.
+    and after adding layers to a `Sequential`.
 
     Differs from `keras.RematScope`: its modes "full" and "larger_than" raise on this
     backend, and its "activations" covers activation functions only.
@@ -96,9 +84,8 @@ def remat(
     import keras
     import tfdp
 
-    model = tfdp.remat(
-        keras.Sequential([keras.Input((8,)), keras.layers.Dense(64, "gelu")])
-    )
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(64, "gelu")])
+    model = tfdp.remat(model)
     ```
     """
     if not isinstance(layer, keras.layers.Layer):
@@ -116,9 +103,9 @@ def remat(
         )
     if getattr(layer, "train_function", None) and not layer.run_eagerly:
         warnings.warn(
-            f"tfdp.remat came after the model {layer.name!r} was trained, whose next "
-            "fit runs the step as it was traced before. Call model.compile(...) once "
-            "more, or tfdp.remat before the first fit.",
+            f"tfdp.remat was called after the model {layer.name!r} was trained; the "
+            "next fit runs the step traced before. Call model.compile(...) again, or "
+            "tfdp.remat before the first fit.",
             TooLateWarning,
             stacklevel=2,
         )
@@ -127,7 +114,7 @@ def remat(
         return layer
     for block in _blocks(layer, policy):
         if not getattr(block.call, "is_rematerialized", False):
-            # Past Keras' own __setattr__, which refuses changes after the build.
+            # Not by setattr: Keras refuses changes after the build.
             vars(block)["call"] = _twice(block, block.call, prefetch)
     return layer
 
@@ -137,26 +124,22 @@ def _blocks(
 ) -> Sequence[keras.layers.Layer]:
     if policy == "whole" or not isinstance(layer, keras.Model):
         return [layer]
-    layers = [
-        sublayer
-        for sublayer in layer.layers
-        if not isinstance(sublayer, keras.layers.InputLayer)
-    ]
+    layers = [x for x in layer.layers if not isinstance(x, keras.layers.InputLayer)]
     if callable(policy):
         return [sublayer for sublayer in layers if policy(sublayer)]
     return layers
 
 
 def _twice(block: keras.layers.Layer, call: Callable, prefetch: int) -> Callable:
-    """`call`, which keeps nothing but its inputs for its gradient."""
+    """A version of `call` that keeps only its inputs for the gradient."""
 
     def rematerialized(*args: Any, **kwargs: Any) -> Any:
-        flat = list(map(as_read, keras.tree.flatten((args, kwargs))))
-        # Sparse rows come from the data: nobody asks for their gradient.
+        flat = list(map(recompute.as_read, keras.tree.flatten((args, kwargs))))
+        # Sparse rows come from the data and need no gradient.
         places = [i for i, value in enumerate(flat) if isinstance(value, tf.Tensor)]
-        refuse_ragged(block, flat)
-        draws = RandomDraws(block)
-        # What Keras says while it calls a layer, and nobody in the backward pass.
+        _refuse_ragged(block, flat)
+        draws = _RandomDraws(block)
+        # Keras sets these during a call, but not in the backward pass.
         scope, context = get_autocast_scope(), call_context()
 
         def compute(tensors: Sequence[tf.Tensor]) -> Any:
@@ -171,9 +154,9 @@ def _twice(block: keras.layers.Layer, call: Callable, prefetch: int) -> Callable
                 return compute(tensors)
 
         tensors = [flat[place] for place in places]
-        # Now: `MultiHeadAttention.call` takes the masks of its inputs away.
+        # Now: `MultiHeadAttention.call` removes the masks of its inputs.
         masks = list(map(mask_of, tensors))
-        stored, losses = stored_in(block), count_losses(block)
+        stored, losses = recompute.stored_in(block), recompute.count_losses(block)
         before = len(_operations())
         with (
             VariableWatcher() as watcher,
@@ -182,58 +165,55 @@ def _twice(block: keras.layers.Layer, call: Callable, prefetch: int) -> Callable
             draws.recording(),
         ):
             result = compute(tensors)
-            made = list(map(copy_in_name, keras.tree.flatten(result)))
+            made = list(map(recompute.copy_in_name, keras.tree.flatten(result)))
         outputs = [tensor for tensor in made if tensor is not None]
-        refuse_added_losses(block, count_losses(block) - losses)
-        others = other_draws(_operations()[before:])
-        variables = own_copies(block.trainable_variables)
-        # Frozen ones are for TensorFlow trainable all the same.
-        variables += read_besides(watcher, own_copies(block.variables))
+        _refuse_added_losses(block, recompute.count_losses(block) - losses)
+        others = _other_draws(_operations()[before:])
+        variables = recompute.own_copies(block.trainable_variables)
+        # TensorFlow treats frozen weights as trainable, too.
+        variables += recompute.read_besides(
+            watcher, recompute.own_copies(block.variables)
+        )
         name = name_of_gradient()
 
         def backward(*upstream: Any) -> list[Any]:
-            # Not before: who predicts asks for no gradient.
-            refuse_other_draws(block, others)
-            inputs = _Inputs(tensors, masks)
+            # Not in the forward pass: prediction needs no gradient.
+            _refuse_other_draws(block, others)
+            inputs = list(zip(tensors, masks, strict=True))
             given = compute_again, inputs, upstream, variables, stored, draws, prefetch
             with exchanges_of(name):
                 return _gradients(block, *given)
 
-        record_gradient(outputs, tensors, variables, backward)
+        recompute.record_gradient(outputs, tensors, variables, backward)
         return keras.tree.pack_sequence_as(result, made)
 
     rematerialized.is_rematerialized = True  # type: ignore[attr-defined]
     return rematerialized
 
 
-class _Inputs(NamedTuple):
-    """What a block was given, and the mask that each had then."""
-
-    tensors: Sequence[tf.Tensor]
-    masks: Sequence[Any]
-
-
 def _gradients(
     block: keras.layers.Layer,
     compute: Callable,
-    given: _Inputs,
+    given: Sequence[tuple[tf.Tensor, Any]],
     upstream: Sequence[Any],
     variables: Sequence[Any],
     stored: Sequence[Any],
-    draws: RandomDraws,
+    draws: _RandomDraws,
     prefetch: int,
 ) -> list[Any]:
-    """Those of a block's inputs and variables, from its inputs alone."""
+    """Gradients of a block's inputs and variables, recomputed from its inputs."""
     arrived = [gradient for gradient in upstream if gradient is not None]
     with _after_block(arrived, "backward", prefetch):
-        without, before = without_updates(stored), len(_operations())
+        without, before = recompute.without_updates(stored), len(_operations())
         with tf.GradientTape() as tape, without as scope, draws.replaying():
-            # Copies in name: TensorFlow would find that the results exist already.
-            inputs = list(map(copy_in_name, *given))
+            # Copies: otherwise TensorFlow would find the existing results.
+            inputs = [recompute.copy_in_name(tensor, mask) for tensor, mask in given]
             tape.watch(list(filter(_has_gradient, inputs)))
-            made = list(map(copy_in_name, keras.tree.flatten(compute(inputs))))
-        refuse_assigned_weights(block, scope)
-        refuse_assigned_state(block, _operations()[before:])
+            made = list(
+                map(recompute.copy_in_name, keras.tree.flatten(compute(inputs)))
+            )
+        _refuse_assigned_weights(block, scope)
+        _refuse_assigned_state(block, _operations()[before:])
         outputs = [tensor for tensor in made if tensor is not None]
         used = [
             (output, gradient)
@@ -245,13 +225,12 @@ def _gradients(
             [*inputs, *variables],
             output_gradients=[gradient for _, gradient in used],
         )
-        # A gradient that needs no more of an input than its shape (of padding, sums,
-        # reshapes) would keep it until then.
-        reads_only_shapes(given.tensors, inputs, _operations()[before:])
-    # An update must not overtake what still reads the old weights. TensorFlow says so
-    # by control edges from reads to updates, but its graph optimizer takes one away
-    # where it sees a path beside it, and then the path (shapes of what is computed
-    # again).
+        # A gradient that needs only the shape of an input (of padding, sums, reshapes)
+        # would keep the input until then.
+        reads_only_shapes([t for t, _ in given], inputs, _operations()[before:])
+    # An update must not overtake reads of the old weights. TensorFlow adds control
+    # edges from reads to updates, but its graph optimizer removes an edge parallel to
+    # another path, and later that path (shapes of recomputed tensors).
     with tf.control_dependencies([g for g in found if g is not None]):
         of_variables = [
             None if gradient is None else tf.identity(gradient)
@@ -265,10 +244,10 @@ def _has_gradient(tensor: tf.Tensor) -> bool:
 
 
 def _operations() -> list[tf.Operation]:
-    """Those of the graph being built; eagerly there are none.
+    """Operations of the graph being built.
 
-    Nor where replicas of another strategy build it in turn: an operation may be
-    another replica's there, which has come to a layer of its own meanwhile.
+    None eagerly, or where replicas of a stock strategy build the graph in turn: an
+    operation may belong to another replica, which is at another layer by then.
     """
     in_turn = tf.distribute.get_strategy().num_replicas_in_sync > 1
     if tf.executing_eagerly() or (in_turn and current_run() is None):
@@ -278,9 +257,9 @@ def _operations() -> list[tf.Operation]:
 
 
 def _after_block(tensors: Sequence[tf.Tensor], way: str, prefetch: int) -> Any:
-    """Nothing within begins before the block `prefetch` blocks earlier began.
+    """Delays ops until the block `prefetch` blocks earlier has its inputs.
 
-    Weights would else be gathered as soon as the step begins, all of them at once.
+    Otherwise all weights would be gathered as soon as the step begins.
     """
     if tf.executing_eagerly():
         return tf.control_dependencies(None)
@@ -294,110 +273,73 @@ def _after_block(tensors: Sequence[tf.Tensor], way: str, prefetch: int) -> Any:
     return tf.control_dependencies(earlier)
 
 
-# What a block must not do that is computed twice, and how it is refused.
+# Checks of what a block must not do, because it is computed twice.
 
 
-def refuse_ragged(layer: keras.layers.Layer, given: Sequence[Any]) -> None:
-    """Refuses a layer that is given a ragged tensor.
-
-    Args:
-      layer: the block, as in the other refusals.
-      given: what it is called with.
-
-    Raises:
-      ConfigurationError: with what to do, as the others do.
-    """
+def _refuse_ragged(layer: keras.layers.Layer, given: Sequence[Any]) -> None:
     if any(isinstance(value, tf.RaggedTensor) for value in given):
-        _refuse(
-            layer,
-            "is given a ragged tensor, whose gradient would be lost in a block that "
-            "is computed again",
-        )
+        _refuse(layer, "gets a ragged tensor, and would lose its gradient")
 
 
-def refuse_added_losses(layer: keras.layers.Layer, number: int) -> None:
-    """Refuses a layer that has called `add_loss` so many times."""
+def _refuse_added_losses(layer: keras.layers.Layer, number: int) -> None:
     if number:
-        _refuse(
-            layer,
-            "calls add_loss, whose gradient would be lost in a block that is computed "
-            "again",
-        )
+        _refuse(layer, "calls add_loss, and would lose its gradient")
 
 
-def refuse_assigned_weights(layer: keras.layers.Layer, scope: Any) -> None:
-    """Refuses a layer that assigns to a weight that is trained.
-
-    Args:
-      layer: that was computed once more.
-      scope: of `without_updates`, in which it was.
-
-    Raises:
-      ConfigurationError: when it has assigned to one in this pass.
-    """
+def _refuse_assigned_weights(layer: keras.layers.Layer, scope: Any) -> None:
+    """`scope`: the `without_updates` of the recomputation."""
     for variable in layer.trainable_variables:
         if id(variable) in scope.state_mapping:
             _refuse(
                 layer,
                 f"assigns to {variable.path!r} while it computes "
-                "(keras.layers.SpectralNormalization does), and when it is computed "
-                "again that weight is another one",
+                "(keras.layers.SpectralNormalization does), so that the recomputation "
+                "would use another weight",
             )
 
 
-def refuse_assigned_state(
+def _refuse_assigned_state(
     layer: keras.layers.Layer, operations: Sequence[tf.Operation]
 ) -> None:
-    """Refuses a layer that assigns where Keras does not know of it.
+    """Refuses assignments in the recomputation that Keras does not control.
 
-    To variables of TensorFlow, which are no weights, or in a `tf.function` of its own,
-    whose graph is there since the first pass: with its draws, moving statistics and
-    counters.
-
-    Args:
-      layer: that was computed once more, without updates of Keras' variables.
-      operations: of that pass.
-
-    Raises:
-      ConfigurationError: with what to do.
+    To TensorFlow variables that are no weights, or in a layer's own `tf.function`: its
+    graph, with its draws and updates, was traced in the first pass.
     """
     for operation in operations:
         if operation.type in ASSIGNS:
             _refuse(
                 layer,
-                f"assigns to a tf.Variable ({operation.name}), and would assign once "
-                "more when it is computed again",
+                f"assigns to a tf.Variable ({operation.name}), and would assign again "
+                "when it is recomputed",
                 "Make it a weight (add_weight(trainable=False))",
             )
         if any(inner.type in ASSIGNS for inner in operations_within([operation])):
             _refuse(
                 layer,
                 f"draws random numbers or assigns to a variable in a tf.function "
-                f"({operation.name}), and would do so once more when it is computed "
-                "again",
-                "Do that outside of the tf.function",
+                f"({operation.name}), and would do so again when it is recomputed",
+                "Do that outside the tf.function",
             )
 
 
-def refuse_other_draws(layer: keras.layers.Layer, draws: str) -> None:
-    """Refuses a layer that would draw other numbers; `draws`: its `other_draws`."""
+def _refuse_other_draws(layer: keras.layers.Layer, draws: str) -> None:
     if draws:
         _refuse(
             layer,
-            f"draws random numbers by TensorFlow ({draws}), and would draw others "
-            "when it is computed again",
-            "Draw by keras.random",
+            f"draws random numbers by TensorFlow ({draws}), and would draw different "
+            "ones when it is recomputed",
+            "Draw with keras.random",
         )
 
 
-def other_draws(operations: Sequence[tf.Operation]) -> str:
-    """The kind of one that draws numbers which nobody can have again; "": none."""
+def _other_draws(operations: Sequence[tf.Operation]) -> str:
+    """The type of an op with unrepeatable random numbers; "": there is none."""
     made = operations_within(operations)
     return next((str(op.type) for op in made if op.type in DRAWS), "")
 
 
 def _refuse(layer: keras.layers.Layer, why: str, instead: str = "") -> NoReturn:
-    """Says what a layer does, and what it might do instead, and what to do."""
     way = f"{instead}, or leave" if instead else "Leave"
     raise ConfigurationError(
         f"The layer {layer.name!r} {why}. {way} it out: "
@@ -405,14 +347,13 @@ def _refuse(layer: keras.layers.Layer, why: str, instead: str = "") -> NoReturn:
     )
 
 
-# The random numbers of a layer, drawn once more as they were.
+# Repeats the random numbers of a layer.
 
-
-# What a generator's `next` is for the time being.
+# A generator's `next`, or its override.
 Draw = Callable[[bool], Any]
 
 
-class RandomDraws:
+class _RandomDraws:
     """The seeds that the random layers within `layer` drew in one pass."""
 
     def __init__(self, layer: keras.layers.Layer):
@@ -425,7 +366,7 @@ class RandomDraws:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """While this lasts every draw is noted."""
+        """Within this context, records every draw."""
         self._drawn = []
 
         def recorded(plain: Draw) -> Draw:
@@ -441,29 +382,25 @@ class RandomDraws:
 
     @contextlib.contextmanager
     def replaying(self) -> Iterator[None]:
-        """While this lasts every draw gives what it gave before, in the same order."""
+        """Within this context, repeats the recorded draws, in their order."""
         left = iter(self._drawn)
-
-        def replayed(plain: Draw) -> Draw:
-            return lambda ordered: next(left)
-
-        with self._drawing(replayed):
+        with self._drawing(lambda plain: lambda ordered: next(left)):
             yield
 
     @contextlib.contextmanager
-    def _drawing(self, led: Callable[[Draw], Draw]) -> Iterator[None]:
+    def _drawing(self, override: Callable[[Draw], Draw]) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for generator in self._generators:
-                stack.enter_context(_method_overrides.leading(generator, led))
-            stack.enter_context(drawing_globally(led))
+                stack.enter_context(_draw_overrides.overriding(generator, override))
+            stack.enter_context(drawing_globally(override))
             yield
 
 
-class _Leads:
-    """What draws in the place of generators, in each thread by itself.
+class _DrawOverrides:
+    """Overrides `next` of seed generators, in each thread independently.
 
-    Eager replicas are threads that take turns at their exchanges, so that one of them
-    may begin a block, and end it, while another one is in the middle of it.
+    Eager replicas are threads that take turns at their exchanges, so one may enter and
+    leave a block while another is inside it.
     """
 
     def __init__(self) -> None:
@@ -472,14 +409,13 @@ class _Leads:
         self._users: dict[int, int] = defaultdict(int)
 
     @contextlib.contextmanager
-    def leading(self, generator: Any, led: Callable[[Draw], Draw]) -> Iterator[None]:
-        """While this lasts `generator` draws in this thread as `led` says.
-
-        Of a block within a block: on top of what the outer one leads it with.
-        """
+    def overriding(
+        self, generator: Any, override: Callable[[Draw], Draw]
+    ) -> Iterator[None]:
+        """Applies `override` to draws in this thread; nested blocks stack."""
         key, own = id(generator), self._of_this_thread()
         outer = own.get(key)
-        own[key] = led(outer or _plain(generator))
+        own[key] = override(outer or _plain(generator))
         self._use(generator, 1)
         try:
             yield
@@ -491,7 +427,7 @@ class _Leads:
                 own[key] = outer
 
     def _of_this_thread(self) -> dict[int, Draw]:
-        found: dict[int, Draw] = vars(self._of_thread).setdefault("led", {})
+        found: dict[int, Draw] = vars(self._of_thread).setdefault("draws", {})
         return found
 
     def _use(self, generator: Any, change: int) -> None:
@@ -501,18 +437,18 @@ class _Leads:
                 del self._users[id(generator)]
                 vars(generator).pop("next")
             elif change > 0:
-                # Not by setattr: Keras' objects track what is set on them.
+                # Not by setattr: Keras tracks attributes.
                 vars(generator)["next"] = self._next_of(generator)
 
     def _next_of(self, generator: Any) -> Callable:
         def draw(ordered: bool = True) -> Any:
-            led = self._of_this_thread().get(id(generator))
-            return (led or _plain(generator))(ordered)
+            override = self._of_this_thread().get(id(generator))
+            return (override or _plain(generator))(ordered)
 
         return draw
 
 
-_method_overrides = _Leads()
+_draw_overrides = _DrawOverrides()
 
 
 def _plain(generator: Any) -> Draw:

@@ -1,4 +1,4 @@
-"""The replicas that share their statistics, and the two exchanges between them."""
+"""Groups of replicas that share statistics, and their two exchanges."""
 
 from __future__ import annotations
 
@@ -12,14 +12,8 @@ from tfdp.errors import ConfigurationError
 class ReplicaGroup:
     """Groups of consecutive ranks: 0..g-1, g..2g-1, and so on, for group size g.
 
-    Made in the replica function, for the replica that calls. Outside of one (a model
-    that is only built, or no strategy) there is one replica, and nothing is exchanged.
-
-    Args:
-      group_size: g, from 1 to the number of replicas; None for all of them.
-
-    Raises:
-      ConfigurationError: when g does not divide the number of replicas.
+    Created in the replica function, for the calling replica. Elsewhere (a model that is
+    being built, or no strategy) there is one replica and no exchange.
     """
 
     def __init__(self, group_size: int | None):
@@ -30,30 +24,26 @@ class ReplicaGroup:
         if context and self.replicas % self.group_size:
             raise ConfigurationError(
                 f"SyncBatchNormalization(group_size={self.group_size}) is called on "
-                f"{self.replicas} replica(s), which do not fall into groups of that "
-                "size. Choose a group_size that divides the number of replicas, or "
-                "None for one group of all."
+                f"{self.replicas} replica(s), which it does not divide. Choose a "
+                "group_size that does, or None for one group of all."
             )
 
     @property
     def groups(self) -> int:
-        """How many groups there are."""
         return max(self.replicas // self.group_size, 1)
 
     @property
     def own(self) -> Any:
-        """The number of this replica's group: a tensor, or 0 for a single group."""
+        """The index of this replica's group: a tensor, or 0 for a single group."""
         if self.groups == 1:
             return 0
         return self._context.replica_id_in_sync_group // self.group_size
 
     def gather(self, vector: tf.Tensor) -> tf.Tensor:
-        """Everybody's `vector` of K numbers, shape [groups, replicas in one, K].
+        """All replicas' `vector` of K numbers, shape [groups, group size, K].
 
-        Exact: each place of the sum has one contribution and zeros, and a NaN stays
+        Exact: each element of the sum has one contribution and zeros, and a NaN stays
         in its place.
-
-        Cost: one all-reduce of N K numbers on N replicas; none for one replica.
         """
         elements = vector.shape[0]
         if self.replicas == 1:
@@ -63,11 +53,7 @@ class ReplicaGroup:
         return tf.reshape(rows, [self.groups, -1, elements])
 
     def sum_within(self, vector: tf.Tensor) -> tf.Tensor:
-        """The sum of `vector` over the replicas of the own group.
-
-        Cost: one all-reduce of G K numbers for G groups and K numbers; none where a
-        group is one replica.
-        """
+        """The sum of `vector` over this replica's group."""
         if self.group_size == 1 or self.replicas == 1:
             return vector
         if self.groups == 1:

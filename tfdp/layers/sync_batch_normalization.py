@@ -1,4 +1,4 @@
-"""`SyncBatchNormalization`: batch normalisation over the samples of all replicas."""
+"""`SyncBatchNormalization`: batch normalization over the samples of all replicas."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tfdp.tracing.run import current_run, name_of_gradient
 
 
 def check_group_size(value: Any) -> int | None:
-    """`value`, refused unless it is None or an integer of at least 1."""
+    """`value` as an int; refuses anything but None and integers of at least 1."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
@@ -38,7 +38,7 @@ def check_group_size(value: Any) -> int | None:
 
 @keras.saving.register_keras_serializable("tfdp")
 class SyncBatchNormalization(keras.layers.BatchNormalization):
-    """Batch normalisation whose mean and variance are those of the global batch.
+    """Batch normalization with the mean and variance of the global batch.
 
     With n_r samples of mean m_r and squared deviations M_r on replica r, in training:
 
@@ -46,16 +46,14 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         variance = (sum M_r + sum n_r (m_r - mean)^2) / n
         y = gamma (x - mean) / sqrt(variance + epsilon) + beta
 
-    so N replicas normalise, and learn, as one device does on the whole batch. The
-    moving statistics come from the merged ones: they are the same on every replica,
-    and in the file that is saved. Inference is that of
-    `keras.layers.BatchNormalization`, and so are the weights: their names, shapes and
-    order. Statistics are in float32 (float64 for float64 input).
+    so N replicas normalize and train as one device does on the whole batch. The moving
+    statistics come from the merged moments. Inference and weights (names, shapes,
+    order) are those of `keras.layers.BatchNormalization`. Statistics are float32
+    (float64 for float64 input).
 
-    Works under `tfdp.DataParallelStrategy`, `tf.distribute.MirroredStrategy` and on
-    one device. All replicas must call the layer equally often; one without samples
-    counts for nothing and gets its exact share of nothing. Not inside a
-    `tf.while_loop`, where replicas cannot exchange.
+    Works under `tfdp.DataParallelStrategy`, `tf.distribute.MirroredStrategy` and on one
+    device, but not inside a `tf.while_loop`. All replicas must call the layer equally
+    often; a replica without samples contributes nothing.
 
     Args:
       axis: as in `keras.layers.BatchNormalization`.
@@ -63,54 +61,44 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
       epsilon: as in `keras.layers.BatchNormalization`.
       center: as in `keras.layers.BatchNormalization`.
       scale: as in `keras.layers.BatchNormalization`.
-      group_size: over how many replicas statistics are taken, in groups of
-        consecutive ranks; an integer that divides the number of replicas. None: all.
-        1: each replica normalises for itself, and only the moving statistics are
-        shared. Moving statistics are always the mean over all groups.
-      **keras_arguments: the other arguments of `keras.layers.BatchNormalization`;
-        `renorm` works as there, where Keras has it. `synchronized` is always True.
+      group_size: number of replicas, in groups of consecutive ranks, that share
+        statistics; it must divide the number of replicas. None: all. 1: replicas share
+        only the moving statistics, which are always the mean over all groups.
+      **keras_arguments: the other arguments of `keras.layers.BatchNormalization`,
+        `renorm` included, where Keras has it. `synchronized` is always True.
 
     Call arguments: `inputs`, any shape; `training`; `mask`, of one dimension less,
-    True for the positions that statistics are taken of.
+    True for positions to include in the statistics.
 
     Raises:
-      ConfigurationError: when `group_size` is not as above (in training, when it does
-        not divide the number of replicas), for `synchronized=False`, and for a mask
-        of another rank.
+      ConfigurationError: for a bad `group_size` (in training, if it does not divide the
+        number of replicas), for `synchronized=False`, and for a mask of another rank.
 
     Cost, per layer and training step on N replicas with C channels: forward one
-    all-reduce of N (2 C + 1) numbers, backward one of 2 C numbers per group; float32
-    numbers of 4 bytes each. On one replica nothing is exchanged.
+    all-reduce of N (2 C + 1) numbers, backward one of 2 C numbers per group, in
+    float32.
 
     ```python
     import keras
     import tfdp
 
     with tfdp.auto_strategy().scope():
-        model = keras.Sequential(
-            [
-                keras.Input((8, 8, 3)),
-                keras.layers.Conv2D(4, 3, use_bias=False),
-                tfdp.layers.SyncBatchNormalization(),
-                keras.layers.ReLU(),
-            ]
-        )
+        layers = [keras.layers.Conv2D(4, 3), tfdp.layers.SyncBatchNormalization()]
+        model = keras.Sequential([keras.Input((8, 8, 3)), *layers])
     ```
 
-    Source: S. Ioffe, C. Szegedy, "Batch Normalization: Accelerating Deep Network
-    Training by Reducing Internal Covariate Shift", 2015, arXiv 1502.03167. Merge: T.
-    Chan, G. Golub, R. LeVeque, "Updating formulae and a pairwise algorithm for
-    computing sample variances", 1979. Groups: C. Ying, S. Kumar, D. Chen,
-    T. Wang, Y. Cheng, "Image Classification at Supercomputer Scale", 2018,
-    arXiv 1811.06992.
+    Source: S. Ioffe, C. Szegedy, "Batch Normalization", 2015, arXiv 1502.03167. Merge:
+    T. Chan, G. Golub, R. LeVeque, "Updating formulae and a pairwise algorithm for
+    computing sample variances", 1979. Groups: C. Ying et al., "Image Classification at
+    Supercomputer Scale", 2018, arXiv 1811.06992.
 
-    Differs from the paper: the moving variance is the mean of the biased variances
-    (divided by n, not n - 1), as in Keras. Differs from Keras: masked statistics are
-    divided by the exact count (Keras adds 1e-7), and a batch without samples leaves
-    the moving statistics as they are.
+    Differs from the paper: the moving variance is the mean of the biased variances, as
+    in Keras. Differs from Keras: masked statistics are divided by the exact count
+    (Keras adds 1e-7), and a batch without samples leaves the moving statistics
+    unchanged.
     """
 
-    # Keras 3.12 has no renormalization: its layers have no word of it.
+    # Keras 3.12 has no renormalization and does not set this attribute.
     renorm = False
 
     def __init__(
@@ -127,14 +115,13 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         if not keras_arguments.setdefault("synchronized", True):
             raise ConfigurationError(
                 "SyncBatchNormalization is always synchronized. Received: "
-                "synchronized=False. For statistics of each replica alone, "
+                "synchronized=False. For statistics of each replica independently, "
                 "write group_size=1."
             )
         self.group_size = check_group_size(group_size)
         super().__init__(axis, momentum, epsilon, center, scale, **keras_arguments)
 
     def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
-        """Normalises `inputs`; see the class."""
         check_mask(mask, inputs)
         if not (training and self.trainable):
             return super().call(inputs, training=False, mask=mask)
@@ -147,8 +134,8 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         group = ReplicaGroup(self.group_size)
         channels = self.moving_mean.shape[0]
         own = local_moments(x, axis, channels, mask)
-        everyones = unpack(group.gather(own.pack()), channels)
-        by_group = merge(everyones, axis=1)
+        gathered = unpack(group.gather(own.pack()), channels)
+        by_group = merge(gathered, axis=1)
         moments = Moments(*(part[group.own] for part in by_group))
 
         scale = self._vector(self.gamma, 1.0, x.dtype)
@@ -169,18 +156,17 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         return tf.cast(outputs, self.compute_dtype)
 
     def _vector(self, weight: Any, default: float, dtype: tf.DType) -> tf.Tensor:
-        """`weight` in `dtype`, or the constant that stands for a left-out weight."""
+        """`weight` in `dtype`, or the constant that replaces an omitted weight."""
         if weight is None:
             return tf.fill(self.moving_mean.shape, tf.constant(default, dtype))
         return tf.cast(weight, dtype)
 
     def get_config(self) -> dict[str, Any]:
-        """The arguments, as plain data."""
         return {**super().get_config(), "group_size": self.group_size}
 
 
 def check_mask(mask: Any, inputs: Any) -> None:
-    """Refuses a mask that is not of one dimension less than the inputs."""
+    """Refuses a mask that does not have one dimension less than the inputs."""
     if mask is not None and len(mask.shape) != len(inputs.shape) - 1:
         raise ConfigurationError(
             "The mask of SyncBatchNormalization must have one dimension less than the "
@@ -189,21 +175,16 @@ def check_mask(mask: Any, inputs: Any) -> None:
         )
 
 
-# What a batch-normalisation layer remembers of its batches, for inference.
+# Moving statistics, which inference uses.
 
 
 def mean_over_groups(by_group: Moments) -> Moments:
-    """The moments that all replicas remember when they normalise in groups.
+    """The moments that update the moving statistics of all groups.
 
-    With n_g samples in group g and n in all:
+    With n_g samples in group g and n in all, as one device if the groups are its
+    batches:
 
         mean = sum n_g mean_g / n,   variance = sum n_g variance_g / n
-
-    It is what one device would remember, were the groups its batches: the variance is
-    the one that training divides by, so how far the groups' means lie apart is not in.
-
-    Args:
-      by_group: count [G, 1] or [G, C], the others [G, C].
     """
     count = tf.reduce_sum(by_group.count, axis=0)
     weights = by_group.count / at_least_one(count)
@@ -217,15 +198,12 @@ def mean_over_groups(by_group: Moments) -> Moments:
 def update_moving_statistics(layer: Any, moments: Moments) -> None:
     """Moves the layer's moving mean and variance towards `moments`.
 
-        moving = momentum moving + (1 - momentum) batch
-
-    Without samples (an empty batch, or all of it masked) they stay as they are.
-    With batch renormalisation the moving deviation is averaged, and its square less
-    epsilon is the moving variance, as in Keras.
+    Without samples they stay unchanged. With batch renormalization the moving deviation
+    is averaged, and the moving variance is its square minus epsilon, as in Keras.
     """
     run = current_run()
-    # The strategy sends what replicas assign on their own along with the gradients,
-    # to make it agree. This agrees already.
+    # The strategy averages independent assignments of the replicas along with the
+    # gradients. These values are identical already.
     with run[0].updating() if run else contextlib.nullcontext():
         _move_all(layer, moments)
 
@@ -252,18 +230,19 @@ def _move_all(layer: Any, moments: Moments) -> None:
 def renormalized(
     layer: Any, moments: Moments, scale: tf.Tensor, offset: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Scale and offset that make batch normalisation renormalise.
+    """Scale and offset for batch renormalization.
 
-        r = clip(deviation / renorm deviation),   d = clip((mean - renorm mean)
-        / renorm deviation),   y = scale (r xhat + d) + offset
+        r = clip(deviation / renorm deviation)
+        d = clip((mean - renorm mean) / renorm deviation)
+        y = scale (r xhat + d) + offset
 
-    r and d count as constants in the gradient.
+    r and d are constants for the gradient.
 
     Source: S. Ioffe, "Batch Renormalization", 2017, arXiv 1702.03275, algorithm 1.
     """
     dtype = moments.mean.dtype
     clipping = layer.renorm_clipping
-    # As in Keras: the remembered deviation may start at 0.
+    # As in Keras: the moving deviation may start at 0.
     reference = tf.maximum(tf.cast(layer.renorm_stddev, dtype), layer.epsilon**0.5)
     r = tf.sqrt(moments.variance + layer.epsilon) / reference
     d = (moments.mean - tf.cast(layer.renorm_mean, dtype)) / reference
@@ -277,10 +256,8 @@ def renormalized(
     return scale * r, scale * d + offset
 
 
-# Normalisation by shared statistics, with its gradient written by hand.
-#
-# TensorFlow's own gradient of the packed exchange would send back a gradient for every
-# replica's count, mean and deviations. By hand it is two sums per channel.
+# Normalization with a hand-written gradient of two sums per channel. TensorFlow's
+# gradient of the packed exchange would return every replica's moments.
 
 
 def normalize(
@@ -299,29 +276,16 @@ def normalize(
         xhat = (x - mean) / sqrt(variance + epsilon)
         y = scale xhat + offset
 
-    The moments are those of `x` on all replicas of the group, so an element of x acts
-    on every y of the group. With dy the gradient of the sum of all replicas' losses,
-    sums over all of the group's elements of a channel, and n how many count:
+    An element of x affects, through the moments, every y of the group. With dy the
+    gradient of the sum of all replicas' losses, sums over the group's elements of a
+    channel (masked ones included), and n their count:
 
         dx = scale / sqrt(variance + epsilon) (dy - sum dy / n - xhat sum(dy xhat) / n)
         d scale = sum dy xhat,   d offset = sum dy     (this replica's elements only)
 
-    Elements that the mask leaves out keep the first term only; they are in the sums,
-    because the moments act on their y too. The gradient of scale and offset stays
-    local because it is the optimizer that adds it over replicas.
-
-    Args:
-      x: floats, any shape.
-      scale, offset: shape [C].
-      moments: of the group, count of shape [1] or [C]. Must be made from `x` by
-        differentiable steps: second derivatives go through them.
-      mask: as in `moments.local_moments`.
-      axis: that of the channels, from 0.
-      epsilon: added to the variance.
-      group: the replicas that share `moments`.
-
-    Returns:
-      y, shaped as x.
+    Masked elements keep only the first term. The optimizer sums the gradients of scale
+    and offset over replicas. `moments` must be computed from `x` by differentiable ops,
+    for second derivatives. `scale`, `offset`: shape [C].
 
     Cost: backward one all-reduce of 2 C numbers for each group of replicas.
 
@@ -332,20 +296,19 @@ def normalize(
     def spread(vector: tf.Tensor) -> tf.Tensor:
         return broadcast_channels(vector, x, axis)
 
-    # Out here, where tapes see it: second derivatives go through it.
+    # Outside `apply`, where tapes record it: second derivatives need it.
     inverse = tf.math.rsqrt(moments.variance + epsilon)
 
     name = name_of_gradient()
 
     @tf.custom_gradient
     def apply(x, scale, offset):
-        # x - mean first: of nearly equal numbers it is exact, where x / deviation
-        # minus mean / deviation would lose what they have in common.
+        # Subtract the mean first: the difference of nearly equal numbers is exact,
+        # where x / deviation - mean / deviation would lose their common digits.
         y = (x - spread(moments.mean)) * spread(scale * inverse) + spread(offset)
 
         def gradient(dy):
-            # From x again, and not kept from the forward pass: one tensor less to
-            # hold, and the way on which second derivatives reach x.
+            # Recomputed from x: stores one tensor less, and second derivatives reach x.
             xhat = (x - spread(moments.mean)) * spread(inverse)
             channels = scale.shape[0]
             sums = [channel_sums(part, axis, channels) for part in (dy, dy * xhat)]

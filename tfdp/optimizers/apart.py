@@ -1,4 +1,4 @@
-"""What `DistributedOptimizer(sync=...)` asks of the optimizer that it wraps."""
+"""Local training (`DistributedOptimizer(sync=...)`): checks and rounds."""
 
 from __future__ import annotations
 
@@ -23,17 +23,13 @@ from tfdp.variables.own_values import OwnSumVariable
 
 
 def refuse_with_sync(optimizer: keras.optimizers.Optimizer) -> None:
-    """Refuses an inner optimizer that cannot train apart.
-
-    Raises:
-      ConfigurationError: with the reason.
-    """
+    """Refuses an inner optimizer that cannot train locally."""
     if optimizer.use_ema and optimizer.ema_overwrite_frequency:
         raise ConfigurationError(
             f"The optimizer {optimizer.name!r} has ema_overwrite_frequency="
             f"{optimizer.ema_overwrite_frequency}, and with sync=... the average is "
-            "that of the outer weights, which a step between two meetings must not "
-            "overwrite. Leave it out: fit then takes the average at its end."
+            "that of the outer weights, which a step between two synchronizations must "
+            "not overwrite. Leave it out: fit then takes the average at its end."
         )
     if momentum_compression_of(optimizer) is not None:
         raise ConfigurationError(
@@ -46,11 +42,7 @@ def refuse_with_sync(optimizer: keras.optimizers.Optimizer) -> None:
 def make_rounds(
     optimizer: keras.optimizers.Optimizer, sync: Sync, variables: Sequence[Any]
 ) -> Rounds | None:
-    """The rounds of `optimizer`, whose own variables are made already.
-
-    None where it has no strategy: a model that was read from a file, perhaps, and is
-    not trained any more.
-    """
+    """The local-SGD rounds of a built optimizer; None without a strategy."""
     own = [variable.value for variable in optimizer.variables]
     updates = optimizer.add_variable(shape=(), dtype="int", name="sync_updates")
     momenta = []
@@ -67,14 +59,15 @@ def make_rounds(
     if reducer.compressed is not None:
         raise ConfigurationError(
             f"Communication(compression={reducer.compressed.method!r}) and sync=... "
-            "both decide what hosts send. Leave one of them out; "
-            "tfdp.sync.DiLoCo(compression=...) compresses what is sent at a meeting."
+            "both determine what hosts send. Leave out one of them; "
+            "tfdp.sync.DiLoCo(compression=...) compresses what a synchronization sends."
         )
     communication = getattr(reducer, "communication", None)
     if communication is not None and communication.repeated_rows != "auto":
         raise ConfigurationError(
-            "Communication(repeated_rows='sum') is not built for sync=...: replicas "
-            "that train alone take the rows of an embedding as they come. Leave it out."
+            "Communication(repeated_rows='sum') does not work with sync=...: replicas "
+            "that train locally take the rows of an embedding as they come. Leave it "
+            "out."
         )
     for variable in own:
         if isinstance(variable, LocalView):
@@ -99,26 +92,18 @@ def make_rounds(
     )
 
 
-def averages_wait(
-    optimizer: keras.optimizers.Optimizer,
-) -> AbstractContextManager[None]:
-    """While this lasts, `optimizer` does not average its weights: the next meeting
-    does, with the outer ones."""
+def averages_wait(optimizer: Any) -> AbstractContextManager[None]:
+    """Within this context, only synchronizations average the weights."""
     return instance_attributes(optimizer, {AVERAGE: lambda variables: None})
 
 
 def refuse_outside_of_fit(optimizer: keras.optimizers.Optimizer) -> None:
-    """Refuses an update where replicas do not train apart.
-
-    Raises:
-      ConfigurationError: with what to do.
-    """
+    """Refuses an update outside of a local training step."""
     found = current_run()
     if found is None or not found[0].is_local:
         raise ConfigurationError(
             f"The optimizer {optimizer.name!r} has sync=..., and its update is called "
-            "outside of a Keras model's train_step under a strategy of tfdp: a loop of "
-            "your own has read the outer weights before. Train with model.fit or "
-            "train_on_batch (a train_step of your own may do the same), or leave sync "
-            "out."
+            "outside of a Keras model's train_step under a strategy of tfdp: a custom "
+            "loop has read the outer weights already. Train with model.fit or "
+            "train_on_batch (with your own train_step, if you like), or leave out sync."
         )

@@ -1,4 +1,4 @@
-"""`LAMB`: Adam whose step is relative to each layer's weight norm."""
+"""`LAMB`: Adam in steps relative to each layer's weight norm."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tfdp._private.optimizer_hooks import variable_index
 from tfdp.errors import ConfigurationError
 from tfdp.optimizers.layerwise import (
     LayerwiseOptimizer,
-    UpdatePhases,
+    Phases,
     as_compute_tensor,
     check_number,
     ratio_or_one,
@@ -38,12 +38,9 @@ class LAMB(LayerwiseOptimizer):
         nvlamb    a + d w      |w| / |u|        the same, after g = g / max(1, |G| / c)
         keras     a            |w| / |u|        w = w - lr d w, then w = w - lr r u
 
-    |G| is the norm of all gradients together and c = `global_clipnorm`.
-
-    A variable excluded from weight decay has d = 0. One excluded from layer adaptation
-    has r = 1: Adam with decoupled decay. Zero norms: r = 1 where |w| or |u| is 0, in
-    every form, as in the references; u is of size 1 per weight, so this is a plain
-    Adam step.
+    |G| is the norm of all gradients together and c = `global_clipnorm`. A variable
+    excluded from weight decay has d = 0; one excluded from layer adaptation has r = 1.
+    r = 1 also where |w| or |u| is 0, as in the references.
 
     Args:
       learning_rate: a number of at least 0, a Keras schedule or a function.
@@ -52,20 +49,17 @@ class LAMB(LayerwiseOptimizer):
       form: `"paper"`, `"nvlamb"` or `"keras"`.
       epsilon: at least 0. None: 1e-6, and 1e-7 for keras.
       weight_decay: d, at least 0; None is 0. The paper and NVIDIA have 0.01.
-      exclude_from_weight_decay: regular expressions; a variable whose path
-        (`encoder/dense/kernel`) contains one does not decay. None: biases and the
-        scales and offsets of normalisation layers (last part of the path `bias`,
-        `beta`, `gamma` or `scale`), but nothing in the form keras, which is then
-        `keras.optimizers.Lamb`. []: no variable is excluded.
-      exclude_from_layer_adaptation: the same for the trust ratio. The two lists do
-        not depend on each other.
+      exclude_from_weight_decay: regular expressions, searched in the paths of variables
+        (`encoder/dense/kernel`). None: biases and the scales and offsets of
+        normalization layers (`bias`, `beta`, `gamma` or `scale` at the path's end), but
+        nothing in the form keras. []: nothing.
+      exclude_from_layer_adaptation: the same, independently, for the trust ratio.
       global_clipnorm: c above. None: no clipping, and 1.0 for nvlamb.
-      **keras_arguments: those of every Keras optimizer: `clipnorm`, `clipvalue`,
-        `use_ema`, `ema_momentum`, `ema_overwrite_frequency`, `loss_scale_factor`,
-        `gradient_accumulation_steps`, `name`.
+      **keras_arguments: those of every Keras optimizer, such as `clipnorm`, `use_ema`,
+        `loss_scale_factor`, `gradient_accumulation_steps`, `name`.
 
     Raises:
-      ConfigurationError: when an argument is out of its range or a pattern is bad.
+      ConfigurationError: for an argument out of its range, or a bad pattern.
 
     Float16 and bfloat16 variables: norms and updates are computed in float32.
 
@@ -85,15 +79,13 @@ class LAMB(LayerwiseOptimizer):
     in 76 minutes", 2020, arXiv 1904.00962, algorithm 2. `nvlamb`: NVIDIA apex,
     `FusedLAMB`. `keras`: `keras.optimizers.Lamb`, equal bit for bit in float32.
 
-    Differs from the paper: the function phi that bounds |w| is the identity, as in
-    its experiments; biases and norm scales are excluded by default. Differs from
-    apex: there a variable without weight decay has r = 1 unless `use_nvlamb` is set;
-    here the two lists decide, and `exclude_from_layer_adaptation=[]` is
-    `use_nvlamb=True`. Differs from TensorFlow Addons: an empty
-    `exclude_from_layer_adaptation` does not fall back to the other list. Differs from
-    `keras.optimizers.Lamb` in every form but keras: its decay is outside u, so
-    neither |u| nor r know of it. Differs from `optax.lamb`: by default that excludes
-    nothing.
+    Differs from the paper: phi, which bounds |w|, is the identity, as in its
+    experiments; biases and norm scales are excluded by default. Differs from apex:
+    `use_nvlamb=True` is `exclude_from_layer_adaptation=[]`. Differs from TensorFlow
+    Addons: an empty `exclude_from_layer_adaptation` does not fall back to the other
+    list. Differs from `keras.optimizers.Lamb`, except in the form keras: its decay is
+    outside u, so it affects neither |u| nor r. Differs from `optax.lamb`: default
+    exclusions.
     """
 
     forms = ("paper", "nvlamb", "keras")
@@ -133,7 +125,6 @@ class LAMB(LayerwiseOptimizer):
         self.epsilon = check_number("LAMB.epsilon", epsilon)
 
     def build(self, variables: Sequence[Any]) -> None:
-        """Makes the slots of both moments for each variable."""
         if self.built:
             return
         super().build(variables)
@@ -141,15 +132,12 @@ class LAMB(LayerwiseOptimizer):
             variables, ["momentum", "velocity"]
         )
 
-    def update_phases(
-        self, gradient: Any, variable: Any, learning_rate: Any
-    ) -> UpdatePhases:
-        """Updates one variable and its two moments; see `LayerwiseOptimizer`."""
+    def update_phases(self, gradient: Any, variable: Any, learning_rate: Any) -> Phases:
         weights = as_compute_tensor(variable)
         gradient = as_compute_tensor(gradient, weights.dtype)
         update = self._adam_update(gradient, variable)
         decay = self.decay_of(variable)
-        # In the form keras the base class has already decayed the weights.
+        # In the form keras the base class has decayed the weights already.
         if decay and self.form not in self.decoupled_forms:
             update = update + decay * weights
         rate = ops.cast(learning_rate, weights.dtype)
@@ -159,7 +147,7 @@ class LAMB(LayerwiseOptimizer):
             squares = yield sum_of_squares(weights), sum_of_squares(update)
             weight_norm, update_norm = map(ops.sqrt, squares)
             ratio = ratio_or_one(weight_norm, update_norm, update_norm)
-            # Keras multiplies in this order, and the form keras has its very bits.
+            # In this order, the form keras equals Keras bit for bit.
             rate = ratio * rate
         self.assign_sub(variable, rate * update)
 
@@ -180,7 +168,6 @@ class LAMB(LayerwiseOptimizer):
         return momentum_hat / (ops.sqrt(velocity_hat) + self.epsilon)
 
     def get_config(self) -> dict[str, Any]:
-        """The arguments, as plain data."""
         return {
             **super().get_config(),
             "beta_1": self.beta_1,
@@ -194,6 +181,6 @@ def _refuse_other_clipping(keras_arguments: dict[str, Any]) -> None:
         if keras_arguments.get(name) is not None:
             raise ConfigurationError(
                 "LAMB's form nvlamb clips by the global norm, and Keras allows one "
-                f"way of clipping. Drop {name}, or take form='paper'. Received: "
+                f"way of clipping. Leave out {name}, or use form='paper'. Received: "
                 f"{name}={keras_arguments[name]!r}."
             )

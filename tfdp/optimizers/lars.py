@@ -1,4 +1,4 @@
-"""`LARS`: SGD with momentum whose step is relative to each layer's weight norm."""
+"""`LARS`: SGD with momentum, in steps relative to each layer's weight norm."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from keras import ops
 from tfdp._private.optimizer_hooks import variable_index
 from tfdp.optimizers.layerwise import (
     LayerwiseOptimizer,
-    UpdatePhases,
+    Phases,
     as_compute_tensor,
     check_number,
     ratio_or_one,
     sum_of_squares,
 )
 
-# The reference takes epsilon 0 for "not given" and falls back to this value.
+# In the reference epsilon 0 means "not given" and becomes this value.
 _MLPERF_EPSILON = 1e-7
 
 
@@ -36,40 +36,35 @@ class LARS(LayerwiseOptimizer):
                                                            w = w - lr r v
         mlperf      eta |w| / (|g| + d |w| + epsilon)      as classic
 
-    With `nesterov`, classic and mlperf subtract m v + lr r (g + d w) in the place of
-    v, and unscaled lr r (m v + g + d w), both with the new v.
+    With `nesterov`, classic and mlperf subtract m v + lr r (g + d w) instead of v, and
+    unscaled lr r (m v + g + d w), both with the new v. A variable excluded from weight
+    decay has d = 0, in the ratio too; one excluded from layer adaptation has r = 1.
 
-    A variable excluded from weight decay has d = 0, in the ratio too. One excluded
-    from layer adaptation has r = 1: plain SGD with the full `learning_rate`.
-
-    Zero norms: r = 1 where |w| or the norm of the update (|g + d w|; for mlperf |g|)
-    is 0, in every form, as in the references. A variable that starts at zero then
-    makes its first step with lr g, and lr is 10 to 30 in large-batch recipes: start
-    from a learning rate of 0 (`PolynomialDecay` does) or from small non-zero weights.
+    r = 1 also where |w| or the norm of the update (|g + d w|; for mlperf |g|) is 0, as
+    in the references: a variable that starts at zero makes its first step with lr g,
+    and lr is 10 to 30 in large-batch recipes, so start from a learning rate of 0
+    (`PolynomialDecay` does) or from small non-zero weights.
 
     Args:
       learning_rate: a number of at least 0, a Keras schedule or a function. At 1 each
         adapted layer moves by `trust_coefficient` of its norm in the first step.
       momentum: m, from 0 to below 1.
       trust_coefficient: eta, above 0.
-      form: `"classic"`, `"unscaled"` or `"mlperf"`. The first two take the same steps
-        while lr r stays the same, and part when it changes, as in a warm-up.
+      form: `"classic"`, `"unscaled"` or `"mlperf"`. The first two are equal while lr r
+        is constant.
       epsilon: added to the denominator, at least 0. None: 0, and 1e-7 for mlperf.
       nesterov: whether to look ahead by one momentum step.
-      weight_decay: d, at least 0; None is 0. It goes into the gradient (L2), not
-        beside it. The paper has 5e-4, MLPerf's example 2e-4.
-      exclude_from_weight_decay: regular expressions; a variable whose path
-        (`block1/conv/kernel`) contains one does not decay. None: biases and the
-        scales and offsets of normalisation layers (last part of the path `bias`,
-        `beta`, `gamma` or `scale`). []: no variable is excluded.
-      exclude_from_layer_adaptation: the same for the trust ratio. The two lists do
-        not depend on each other.
-      **keras_arguments: those of every Keras optimizer: `clipnorm`, `clipvalue`,
-        `global_clipnorm`, `use_ema`, `ema_momentum`, `ema_overwrite_frequency`,
+      weight_decay: d, at least 0; None is 0. It is added to the gradient (L2, not
+        decoupled). The paper has 5e-4, MLPerf's example 2e-4.
+      exclude_from_weight_decay: regular expressions, searched in the paths of variables
+        (`block1/conv/kernel`). None: biases and the scales and offsets of normalization
+        layers (`bias`, `beta`, `gamma` or `scale` at the path's end). []: nothing.
+      exclude_from_layer_adaptation: the same, independently, for the trust ratio.
+      **keras_arguments: those of every Keras optimizer, such as `clipnorm`, `use_ema`,
         `loss_scale_factor`, `gradient_accumulation_steps`, `name`.
 
     Raises:
-      ConfigurationError: when an argument is out of its range or a pattern is bad.
+      ConfigurationError: for an argument out of its range, or a bad pattern.
 
     Float16 and bfloat16 variables: norms and updates are computed in float32.
 
@@ -89,17 +84,14 @@ class LARS(LayerwiseOptimizer):
     Source: Y. You, I. Gitman, B. Ginsburg, "Large Batch Training of Convolutional
     Networks", 2017, arXiv 1708.03888, algorithm 1. `unscaled`: S. Kumar et al.,
     "Scale MLPerf-0.6 models on Google TPU-v3 Pods", 2019, arXiv 1909.09756. `mlperf`:
-    MLCommons training reference, image classification for TensorFlow 2,
-    `LARSOptimizer`.
+    MLCommons reference, image classification for TensorFlow 2, `LARSOptimizer`.
 
-    Differs from the paper: `classic` and `unscaled` divide by the norm of the sum
-    |g + d w|, as `optax.lars` and the TensorFlow Model Garden do, where the paper and
-    `mlperf` have the sum of norms |g| + d |w|; biases and norm scales are excluded by
-    default; the paper says nothing about zero norms. Differs from MLPerf:
-    `epsilon=0.0` means 0 here, and 1e-7 there; the reference has one list for both
-    exclusions. Differs from the Model Garden: its `classic_momentum=False` takes the
-    ratio from |v|, `unscaled` from |g + d w|, so that it and `classic` agree for a
-    constant lr r. Differs from `optax.lars`: by default that excludes nothing.
+    Differs from the paper: `classic` and `unscaled` divide by |g + d w|, as
+    `optax.lars` and the TensorFlow Model Garden do, not |g| + d |w|; biases and norm
+    scales are excluded by default; zero norms are defined. Differs from MLPerf:
+    `epsilon=0.0` means 0, not 1e-7; two lists of exclusions. Differs from the Model
+    Garden: the ratio of `unscaled` uses |g + d w|, not |v|. Differs from `optax.lars`:
+    default exclusions.
     """
 
     forms = ("classic", "unscaled", "mlperf")
@@ -137,16 +129,12 @@ class LARS(LayerwiseOptimizer):
         self.nesterov = bool(nesterov)
 
     def build(self, variables: Sequence[Any]) -> None:
-        """Makes one momentum slot for each variable."""
         if self.built:
             return
         super().build(variables)
         self._momentums = self.add_optimizer_variables(variables, "momentum")
 
-    def update_phases(
-        self, gradient: Any, variable: Any, learning_rate: Any
-    ) -> UpdatePhases:
-        """Updates one variable and its momentum; see `LayerwiseOptimizer`."""
+    def update_phases(self, gradient: Any, variable: Any, learning_rate: Any) -> Phases:
         weights = as_compute_tensor(variable)
         gradient = as_compute_tensor(gradient, weights.dtype)
         decay = self.decay_of(variable)
@@ -182,7 +170,6 @@ class LARS(LayerwiseOptimizer):
         )
 
     def get_config(self) -> dict[str, Any]:
-        """The arguments, as plain data."""
         return {
             **super().get_config(),
             "momentum": self.momentum,

@@ -1,4 +1,4 @@
-"""What LARS and LAMB share: forms, exclusions and where weight decay happens."""
+"""Base of LARS and LAMB: forms, exclusions, weight decay and norms."""
 
 from __future__ import annotations
 
@@ -22,24 +22,21 @@ from tfdp.plan.exclusions import (
     variable_path,
 )
 
-UpdatePhases: TypeAlias = Generator[tuple[Any, ...], tuple[Any, ...], None]
+Phases: TypeAlias = Generator[tuple[Any, ...], tuple[Any, ...], None]
 
 
 class LayerwiseOptimizer(DecayHooks):
     """A Keras optimizer that scales each variable's update by its own ratio.
 
-    Which variables decay and which adapt is decided once, in `build`, from the paths
-    of the Keras variables: under `tf.distribute` an update sees one replica's part of
-    a variable, which has no path, and only its index leads back.
-
-    Subclasses set `forms` and `decoupled_forms`, make their slots in `build` and write
-    `update_phases` with `decay_of` and `adapts`.
+    `build` decides which variables decay and adapt, from the paths of the Keras
+    variables: under `tf.distribute` an update gets a replica's component, which has no
+    path. Subclasses set `forms` and `decoupled_forms` and implement `update_phases`.
     """
 
-    # The values that `form` may take.
+    # The allowed values of `form`.
     forms: tuple[str, ...] = ()
-    # The forms in which Keras decays the weights before the update, and in which
-    # `None` excludes nothing: those that copy an optimizer of Keras.
+    # The forms that copy a Keras optimizer: Keras decays the weights before the update,
+    # and `None` excludes nothing.
     decoupled_forms: tuple[str, ...] = ()
 
     def __init__(
@@ -60,9 +57,13 @@ class LayerwiseOptimizer(DecayHooks):
             weight_decay=weight_decay,
             **keras_arguments,
         )
-        self.form = check_choice(f"{owner}.form", form, self.forms)
-        # The base class has a method called exclude_from_weight_decay, so the list of
-        # that name lives under another one.
+        if form not in self.forms:
+            raise ConfigurationError(
+                f"{owner}.form must be one of {', '.join(map(repr, self.forms))}. "
+                f"Received: {form!r}."
+            )
+        self.form = form
+        # The base class has a method called exclude_from_weight_decay.
         self._weight_decay_patterns = check_patterns(
             f"{owner}.exclude_from_weight_decay", exclude_from_weight_decay
         )
@@ -73,11 +74,7 @@ class LayerwiseOptimizer(DecayHooks):
         self._adapts: tuple[bool, ...] = ()
 
     def build(self, variables: Sequence[Any]) -> None:
-        """Decides what decays and what adapts; subclasses add their slots.
-
-        Args:
-          variables: the trainable variables, in the order of the gradients.
-        """
+        """Decides which variables decay and adapt; subclasses add their slots."""
         super().build(variables)
         patterns = self._patterns_or_default(self._weight_decay_patterns)
         matched = _matches("exclude_from_weight_decay", variables, patterns)
@@ -89,25 +86,15 @@ class LayerwiseOptimizer(DecayHooks):
         matched = _matches("exclude_from_layer_adaptation", variables, patterns)
         self._adapts = tuple(not excluded for excluded in matched)
 
-    def update_phases(
-        self, gradient: Any, variable: Any, learning_rate: Any
-    ) -> UpdatePhases:
-        """Updates one variable in two phases, between which norms are made whole.
+    def update_phases(self, gradient: Any, variable: Any, learning_rate: Any) -> Phases:
+        """Updates one variable (or shard) in two phases, around the sum of its norms.
 
-        Args:
-          gradient: dense or `tf.IndexedSlices`, of the variable's shape; a shard of it
-            when the variable is one.
-          variable: the variable, or this replica's shard of it.
-          learning_rate: a scalar.
-
-        Yields:
-          Once: the sums of squares of what it has of the variable, as a tuple; none
-          when no norm is needed. It is sent those of the whole variable.
+        Yields once: a tuple of the sums of squares over this replica's part of the
+        variable, empty if it needs no norm. Receives those of the whole variable.
         """
         raise NotImplementedError
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        """Updates one whole variable."""
         phases = self.update_phases(gradient, variable, learning_rate)
         squares = next(phases)
         with contextlib.suppress(StopIteration):
@@ -119,30 +106,18 @@ class LayerwiseOptimizer(DecayHooks):
         return () if self.form in self.decoupled_forms else BIASES_AND_NORM_SCALES
 
     def decay_of(self, variable: Any) -> float:
-        """The weight decay of this variable: 0 when there is none or it is excluded."""
+        """The weight decay of this variable; 0 if there is none or it is excluded."""
         if self.weight_decay is None or not self.decays(variable):
             return 0.0
         return self.weight_decay
 
     def adapts(self, variable: Any) -> bool:
-        """Whether this variable's update is scaled by its trust ratio."""
         return self._adapts[variable_index(self, variable)]
 
     def exclude_from_weight_decay(
         self, var_list: Sequence[Any] | None = None, var_names: Any = None
     ) -> None:
-        """Excludes further variables from weight decay, as in every Keras optimizer.
-
-        Adds to what the constructor's list of this name excludes. As in Keras, these
-        variables are not part of the saved configuration.
-
-        Args:
-          var_list: variables to exclude.
-          var_names: regular expressions searched in the variables' names (not paths).
-
-        Raises:
-          ConfigurationError: when the optimizer is built, which is when it decides.
-        """
+        """Excludes further variables, as in Keras; `get_config` does not hold them."""
         if self.built:
             raise ConfigurationError(
                 f"{type(self).__name__}.exclude_from_weight_decay() must be called "
@@ -151,23 +126,17 @@ class LayerwiseOptimizer(DecayHooks):
         super().exclude_from_weight_decay(var_list=var_list, var_names=var_names)
 
     def decays(self, variable: Any) -> bool:
-        """Whether this variable decays: neither list nor method excludes it."""
         return self._decays[variable_index(self, variable)]
 
     def decays_before_update(self) -> bool:
-        """Whether the form has Keras' decoupled decay; else it is in the update."""
         return self.form in self.decoupled_forms
 
     def get_config(self) -> dict[str, Any]:
-        """The arguments, as plain data."""
-        weight_decay = self._weight_decay_patterns
-        adaptation = self._layer_adaptation_patterns
+        decay, adaptation = self._weight_decay_patterns, self._layer_adaptation_patterns
         return {
             **super().get_config(),
             "form": self.form,
-            "exclude_from_weight_decay": (
-                None if weight_decay is None else list(weight_decay)
-            ),
+            "exclude_from_weight_decay": None if decay is None else list(decay),
             "exclude_from_layer_adaptation": (
                 None if adaptation is None else list(adaptation)
             ),
@@ -179,7 +148,7 @@ def _matches(
 ) -> list[bool]:
     paths = [variable_path(variable) for variable in variables]
     matched = [is_excluded(path, patterns) for path in paths]
-    # The default may well match nothing; a list that was written down should not.
+    # The default may match nothing; an explicit list should not.
     if patterns and patterns is not BIASES_AND_NORM_SCALES and not any(matched):
         warnings.warn(
             f"{argument}={list(patterns)} matches no variable, so nothing is "
@@ -189,17 +158,12 @@ def _matches(
     return matched
 
 
-# Norms of whole variables, and the ratio that they make.
-
-
 def as_compute_tensor(value: Any, dtype: Any = None) -> Any:
     """`value` as a dense tensor of `dtype`, by default of float32 or wider.
 
-    The square of a float16 above 255 overflows and one below 2e-4 vanishes, and
-    bfloat16 keeps 8 bits, so norms and updates are computed in float32 and only the
-    result goes back to the variable's dtype. Sparse gradients (`tf.IndexedSlices`, as
-    an embedding makes) become dense: rows that occur twice must be summed before a
-    norm is taken of them.
+    Squares of float16 overflow above 255 and vanish below 2e-4, and bfloat16 keeps 8
+    bits, so norms and updates are float32. Sparse gradients become dense: repeated rows
+    must be summed before their norm is taken.
     """
     if isinstance(value, tf.IndexedSlices):
         value = tf.convert_to_tensor(value)
@@ -208,9 +172,8 @@ def as_compute_tensor(value: Any, dtype: Any = None) -> Any:
 
 
 def sum_of_squares(tensor: Any) -> Any:
-    """The sum of the squares of all elements: a scalar of the tensor's dtype."""
-    # `power`, not `square`, as Keras' Lamb has it: run eagerly the two may differ in
-    # the last bit. A compiled graph turns this power into a square.
+    """The sum of the squares of all elements, in the tensor's dtype."""
+    # `power`, as in Keras' Lamb: eagerly, `square` may differ in the last bit.
     return ops.sum(ops.power(tensor, 2))
 
 
@@ -225,23 +188,10 @@ def ratio_or_one(weight_norm: Any, update_norm: Any, denominator: Any) -> Any:
     return ops.where(both, weight_norm / safe, ops.ones_like(weight_norm))
 
 
-# Checks of the numbers and words that the optimizers are made with.
-
-
-def check_choice(name: str, value: Any, choices: Sequence[str]) -> str:
-    """`value`, refused unless it is one of `choices`."""
-    if value not in choices:
-        raise ConfigurationError(
-            f"{name} must be one of {', '.join(map(repr, choices))}. "
-            f"Received: {value!r}."
-        )
-    return value
-
-
 def check_number(
     name: str, value: Any, *, below: float = math.inf, above_zero: bool = False
 ) -> float:
-    """`value` as a float, refused unless 0 <= value < below (0 < value < below)."""
+    """`value` as a float; refuses it unless 0 <= value < below (0 < value < below)."""
     if (
         not is_number(value)
         or not 0 <= float(value) < below
@@ -256,9 +206,7 @@ def check_number(
 
 
 def check_learning_rate(name: str, value: Any) -> Any:
-    """A number as a float; a schedule or function as it came; anything else refused."""
-    if callable(value) or isinstance(
-        value, keras.optimizers.schedules.LearningRateSchedule
-    ):
-        return value
-    return check_number(name, value)
+    """`value`: a number as a float, a schedule or function unchanged."""
+    schedule = keras.optimizers.schedules.LearningRateSchedule
+    is_function = callable(value) or isinstance(value, schedule)
+    return value if is_function else check_number(name, value)

@@ -1,4 +1,4 @@
-"""`OneBitAdam`: Adam that sends signs of its momentum, once its variance stands."""
+"""`OneBitAdam`: Adam that sends signs of its momentum after a warm-up."""
 
 from __future__ import annotations
 
@@ -20,46 +20,43 @@ from tfdp.optimizers.sent_momentum import SentMomentum, refuse_keras_arguments
 
 @keras.saving.register_keras_serializable("tfdp")
 class OneBitAdam(SentMomentum):
-    """Adam for slow links: after a warm-up one bit for each number is sent.
+    """Adam for slow links: after a warm-up, sends one bit for each number.
 
     In the first T = `warmup_steps` updates it is Adam. Then the variance v is frozen,
-    and replicas send what they add to the momentum m, made small by C, with error
-    feedback (e_r is what replica r has left). With g_r, whose sum over the R replicas
-    is the gradient, b1 = beta_1, b2 = beta_2, lr = learning_rate, t the number of the
+    and replicas send what they add to the momentum m, compressed by C with error
+    feedback (e_r is the residual of replica r). With g_r (the sum over the R replicas
+    is the gradient), b1 = beta_1, b2 = beta_2, lr = learning_rate, t the number of the
     update, from 1, and s = min(t, T):
 
         p_r = b1 m / R + (1 - b1) g_r + e_r
         m = sum over r of C(p_r)            e_r = p_r - C(p_r)
         w = w - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^s)) + epsilon')
 
-    where epsilon' = epsilon / sqrt(1 - b2^s), as in `keras.optimizers.Adam`, and w
-    stays where v is 0: weights that never had a gradient, to which a sign would give
-    one.
+    where epsilon' = epsilon / sqrt(1 - b2^s), as in `keras.optimizers.Adam`. w does not
+    change where v is 0: a sign would give a gradient to weights that never had one.
 
     Args:
       learning_rate: a number of at least 0, a Keras schedule or a function.
-      warmup_steps: T, updates, at least 1. The paper: until v has settled, 15 to 25% of
+      warmup_steps: T, updates, at least 1. The paper: until v settles, 15 to 25% of
         all.
       beta_1: b1, from 0 to below 1.
       beta_2: b2, from 0 to below 1.
       epsilon: at least 0.
-      compression: C, one of `tfdp.compression`; it says which variables are sent as
-        they are (biases, small ones, `exclude=`). None: `SignSGD(block_size=256)`.
-      across: "hosts": replicas of a host add up, exactly, and the sum is made small.
-        "replicas": each replica of one process makes small what it sends.
-      **keras_arguments: `weight_decay` (decoupled, as of AdamW), `use_ema`,
+      compression: C, one of `tfdp.compression`; it leaves biases, small variables and
+        `exclude=` uncompressed. None: `SignSGD(block_size=256)`.
+      across: "hosts": a host sums its replicas exactly and compresses the sum.
+        "replicas": each replica of one process compresses.
+      **keras_arguments: `weight_decay` (decoupled, as in AdamW), `use_ema`,
         `ema_momentum`, `ema_overwrite_frequency`, `loss_scale_factor` and `name`.
 
     Raises:
-      ConfigurationError: when an argument is not as above; with clipping, which would
-        see what rounding made of the gradients; with `gradient_accumulation_steps`
-        (`tfdp.DistributedOptimizer(accumulate_steps=...)` accumulates); under a
-        strategy with shards, or with a compression or `sync` of its own.
-      ScopeError: under several replicas of a strategy that is not tfdp's.
+      ConfigurationError: for a bad argument; with clipping, which would see rounded
+        gradients; with `gradient_accumulation_steps` (see `tfdp.DistributedOptimizer`);
+        under a strategy with shards, or with a compression or `sync` of its own.
+      ScopeError: under several replicas of a strategy other than tfdp's.
 
     Cost: in the warm-up the bytes of float32, then those of the method (1/28 with the
-    default); three copies of the weights (m, v, what is left). Sums begin when all
-    gradients are there.
+    default); three copies of the weights (m, v, e). Sums start after the last gradient.
 
     ```python
     import keras
@@ -73,12 +70,10 @@ class OneBitAdam(SentMomentum):
 
     Source: Tang et al. 2021, "1-bit Adam: Communication Efficient Large-Scale Training
     with Adam's Convergence Speed", algorithm 1. Differs from the paper: bias
-    corrections stay as in Adam; scales are of blocks and not of whole variables, so
-    that no number is given the size of others far away; what the second rounding of a
-    sum loses stays with the one that rounded (see `tfdp.compression.blocks`); and
-    weights whose v is 0 stay, which DeepSpeed leaves to a mask that the user makes. As
-    in the paper, where v is tiny and other momenta of the block are not, weights take
-    large steps of either sign: choose smaller blocks, or `exclude` such variables.
+    corrections as in Adam; scales per block; a sum's rounding error stays with the host
+    that rounded it (see `tfdp.compression.blocks`); weights with v = 0 do not change.
+    As in the paper, where v is tiny and other momenta of the block are not, weights
+    take large steps of either sign: choose smaller blocks, or `exclude` such variables.
     """
 
     def __init__(
@@ -106,7 +101,6 @@ class OneBitAdam(SentMomentum):
         self.send_momentum(warmup_steps, self.beta_1, compression, across)
 
     def build(self, variables: Sequence[Any]) -> None:
-        """Makes the slots of both moments for each variable."""
         if self.built:
             return
         super().build(variables)
@@ -115,7 +109,6 @@ class OneBitAdam(SentMomentum):
         )
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        """Updates one variable and its two moments."""
         index = variable_index(self, variable)
         slots = self._momentums[index], self._velocities[index]
         momentum, velocity = (as_compute_tensor(slot) for slot in slots)
@@ -135,12 +128,11 @@ class OneBitAdam(SentMomentum):
         self.assign(slots[0], momentum)
         self.assign(slots[1], velocity)
         update = momentum * rate / (ops.sqrt(velocity) + self.epsilon)
-        # A sign makes something of a momentum of 0.
+        # The sign of a momentum of 0 is not 0.
         update = ops.where(velocity > 0, update, ops.zeros_like(update))
         self.assign_sub(variable, ops.cast(update, variable.dtype))
 
     def get_config(self) -> dict[str, Any]:
-        """The arguments, as plain data."""
         return {
             **super().get_config(),
             "beta_1": self.beta_1,

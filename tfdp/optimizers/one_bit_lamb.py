@@ -1,4 +1,4 @@
-"""`OneBitLAMB`: LAMB that sends signs of its momentum, once its variance stands."""
+"""`OneBitLAMB`: LAMB that sends signs of its momentum after a warm-up."""
 
 from __future__ import annotations
 
@@ -23,35 +23,33 @@ from tfdp.optimizers.sent_momentum import SentMomentum, refuse_keras_arguments
 
 @keras.saving.register_keras_serializable("tfdp")
 class OneBitLAMB(SentMomentum, LAMB):
-    """LAMB for slow links: after a warm-up one bit for each number is sent.
+    """LAMB for slow links: after a warm-up, sends one bit for each number.
 
-    In the first T = `warmup_steps` updates it is LAMB, and notes for each variable how
-    large its trust ratio is. Then the variance v is frozen, and replicas send what they
-    add to the momentum m, made small, as in `OneBitAdam`, by whose equation p_r and e_r
-    are made of g_r. With b1 = beta_1, b2 = beta_2, b3 = ratio_momentum,
-    d = weight_decay, lr = learning_rate, t the number of the update, from 1,
-    s = min(t, T), and g the gradient, after T the one that m has arrived by:
+    In the first T = `warmup_steps` updates it is LAMB, and averages each variable's
+    trust ratio. Then the variance v is frozen, and replicas send what they add to the
+    momentum m, compressed as in `OneBitAdam` (p_r and e_r there). With b1 = beta_1,
+    b2 = beta_2, b3 = ratio_momentum, d = weight_decay, lr = learning_rate, t the number
+    of the update, from 1, s = min(t, T), and g the gradient, after T the one implied by
+    the m that arrived:
 
         v' = b2 v' + (1 - b2) g^2           v = v' up to T, then as it was
         a = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^s)) + epsilon)
         u = a + d w
 
-    up to T
-
+        up to T:
         c = |w| / |u|, from least_ratio to most_ratio
         C = b3 C + (1 - b3) c               r = 1
         w = w - lr c u
 
-    and then, with the frozen variance beside the one that it would be by now,
-
+        then, with the frozen variance v and the current one v':
         q = max over the elements of
               (sqrt(v / (1 - b2^T)) + epsilon) / (sqrt(v' / (1 - b2^t)) + epsilon)
         k = min(1, |a| / |u|)               q = q k + 1 - k
         r = q, from least_factor to most_factor, and within 1 -+ factor_step of r before
         w = w - lr r (C / (1 - b3^T)) u
 
-    c is 1 where |w| or |u| is 0. a is 0 where v is: of weights that never had a
-    gradient, to which a sign would give one.
+    c is 1 where |w| or |u| is 0. a is 0 where v is: a sign would give a gradient to
+    weights that never had one.
 
     Args:
       learning_rate: a number of at least 0, a Keras schedule or a function.
@@ -68,22 +66,18 @@ class OneBitLAMB(SentMomentum, LAMB):
       ratio_momentum: b3, from 0 to below 1.
       least_factor: of r, at least 0, at most 1.
       most_factor: of r, at least 1.
-      factor_step: how much of itself r moves in an update at most, at least 0.
-      compression: what makes the momentum small, one of `tfdp.compression`; it says
-        which variables are sent as they are (biases, small ones, `exclude=`). None:
-        `SignSGD(block_size=256)`.
-      across: "hosts": replicas of a host add up, exactly, and the sum is made small.
-        "replicas": each replica of one process makes small what it sends.
+      factor_step: the most that r changes in an update, relative to itself, at least 0.
+      compression: as in `OneBitAdam`.
+      across: as in `OneBitAdam`.
       **keras_arguments: `use_ema`, `ema_momentum`, `ema_overwrite_frequency`,
         `loss_scale_factor` and `name`.
 
     Raises:
-      ConfigurationError: as `OneBitAdam`, and when an argument is not as above.
+      ConfigurationError: as `OneBitAdam`, and for a bad argument.
       ScopeError: as `OneBitAdam`.
 
-    Cost: in the warm-up the bytes of float32, then those of the method (1/28 with the
-    default); four copies of the weights (m, v, v', what is left) and two numbers for
-    each variable. Sums begin when all gradients are there.
+    Cost: as `OneBitAdam`, with one more copy of the weights (v') and two numbers for
+    each variable.
 
     ```python
     import keras
@@ -97,12 +91,10 @@ class OneBitLAMB(SentMomentum, LAMB):
 
     Source: Li et al. 2021, "1-bit LAMB: Communication Efficient Large-Scale Large-Batch
     Training with LAMB's Convergence Speed", algorithm 1; its bounds and k are those of
-    DeepSpeed's `OnebitLamb`. Differs from both: bias corrections stay as in LAMB, and
-    C has one as well, so that short warm-ups start where they should; no scales are
-    made alike between variables, for no block of `compression` holds numbers of two;
-    elements whose v is 0 stay, and are not asked for q; biases and norm scales have no
-    ratio by default. As of `OneBitAdam`, what the second rounding of a sum loses stays
-    with the one that rounded.
+    DeepSpeed's `OnebitLamb`. Differs from both: bias corrections as in LAMB, and one of
+    C, for short warm-ups; no scales unified between variables, since no block spans
+    two; elements with v = 0 do not change; biases and norm scales have no ratio by
+    default.
     """
 
     adds_repeated_rows = True  # see tfdp.step.table_rows
@@ -155,13 +147,12 @@ class OneBitLAMB(SentMomentum, LAMB):
         if not self.least_factor <= 1.0 <= self.most_factor:
             raise ConfigurationError(
                 "OneBitLAMB.least_factor must be at most 1 and most_factor at least 1: "
-                "the ratio of the warm-up is the one that is multiplied. Received: "
+                "the factor starts from 1, the ratio of the warm-up. Received: "
                 f"least_factor={least_factor!r}, most_factor={most_factor!r}."
             )
         self.send_momentum(warmup_steps, self.beta_1, compression, across)
 
     def build(self, variables: Sequence[Any]) -> None:
-        """Makes the slots of each variable: moments, ratio and factor."""
         if self.built:
             return
         super().build(variables)
@@ -179,7 +170,6 @@ class OneBitLAMB(SentMomentum, LAMB):
         ]
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        """Updates one variable and its slots."""
         weights = as_compute_tensor(variable)
         gradient = as_compute_tensor(gradient, weights.dtype)
         is_warm = self.iterations < self.warmup_steps
@@ -193,7 +183,7 @@ class OneBitLAMB(SentMomentum, LAMB):
         self.assign_sub(variable, ops.cast(rate * update, variable.dtype))
 
     def _direction(self, gradient: Any, variable: Any, is_warm: Any) -> tuple[Any, Any]:
-        """a of the docstring, and the largest quotient q."""
+        """a of the class docstring, and the largest quotient q."""
         index, dtype = variable_index(self, variable), gradient.dtype
         slots = [
             of_all[index]
@@ -213,16 +203,14 @@ class OneBitLAMB(SentMomentum, LAMB):
         now = ops.sqrt(fresh / (1.0 - ops.power(beta_2, step))) + self.epsilon
         has_moved = velocity > 0
         zeros = ops.zeros_like(root)
-        # With epsilon=0 a root may be 0, where nothing has moved.
+        # With epsilon=0 a root may be 0, where v is 0.
         direction = momentum_hat / ops.where(has_moved, root, ops.ones_like(root))
         quotient = root / ops.where(now > 0, now, ops.ones_like(now))
         drift = ops.max(ops.where(has_moved, quotient, zeros))
         return ops.where(has_moved, direction, zeros), drift
 
-    def _ratio(
-        self, variable: Any, norms: Sequence[Any], drift: Any, is_warm: Any
-    ) -> Any:
-        """c in the warm-up, then r C; keeps what they are made of."""
+    def _ratio(self, variable: Any, norms: Any, drift: Any, is_warm: Any) -> Any:
+        """c in the warm-up, then r C; updates the stored ratio and factor."""
         index = variable_index(self, variable)
         weight_norm, update_norm, direction_norm = norms
         dtype = weight_norm.dtype
@@ -251,7 +239,6 @@ class OneBitLAMB(SentMomentum, LAMB):
         return ops.where(is_warm, ratio, factor * frozen)
 
     def get_config(self) -> dict[str, Any]:
-        """The arguments, as plain data."""
         config = {
             **super().get_config(),
             "least_ratio": self.least_ratio,
@@ -261,5 +248,5 @@ class OneBitLAMB(SentMomentum, LAMB):
             "most_factor": self.most_factor,
             "factor_step": self.factor_step,
         }
-        del config["form"]  # it has one
+        del config["form"]  # not an argument of this class
         return config

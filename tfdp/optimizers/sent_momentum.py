@@ -1,4 +1,4 @@
-"""What optimizers share that send their momentum, made small, after a warm-up."""
+"""Base of optimizers that send their momentum, compressed, after a warm-up."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from tfdp.tracing.run import ReplicaRun, current_run
 
 
 class SentMomentum(DecayHooks):
-    """A Keras optimizer whose momentum is made small on its way, after a warm-up.
+    """A Keras optimizer that compresses its momentum after a warm-up.
 
-    Subclasses call `send_momentum` when they are made, and make `_momentums` when they
-    are built. Where gradients are summed (`tfdp.step.compression`), they are then
-    given the gradient by which their momentum comes to the sum that arrived.
+    `tfdp.step.compression` gives it the gradient that turns its momentum into the sum
+    that arrived.
     """
 
-    #: By variable; made when the optimizer is built.
+    #: By variable; created in `build`.
     _momentums: Sequence[Any] = ()
 
     def send_momentum(
@@ -34,15 +33,11 @@ class SentMomentum(DecayHooks):
         compression: Method | dict[str, Any] | None,
         across: str,
     ) -> None:
-        """Takes over, checked, what says how the momentum is sent.
-
-        Raises:
-          ConfigurationError: when it cannot be sent so.
-        """
+        """Checks and sets how the momentum is sent."""
         if not is_whole(warmup_steps, least=1):
             raise ConfigurationError(
                 f"{type(self).__name__}.warmup_steps must be an integer of at least 1: "
-                "without one update there is no variance to keep. Received: "
+                "without an update there is no variance to freeze. Received: "
                 f"{warmup_steps!r}."
             )
         self.warmup_steps = warmup_steps
@@ -55,23 +50,17 @@ class SentMomentum(DecayHooks):
         )
 
     def momentum_of(self, variable: Any) -> Any:
-        """The momentum of one of the variables."""
         return self._momentums[variable_index(self, variable)]
 
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
-        """One update; see `keras.optimizers.Optimizer.apply`.
-
-        Raises:
-          ScopeError: under several replicas of a strategy that is not tfdp's.
-          ConfigurationError: another optimizer holds it, which had gradients added up.
-        """
+        """One update; see `keras.optimizers.Optimizer.apply`."""
         strategy, found = tf.distribute.get_strategy(), current_run()
         if found is not None and found[0].replicas > 1 and found[0].is_updating:
             self._refuse_gradients_sent(found[0])
         if strategy.num_replicas_in_sync > 1 and found is None:
             raise ScopeError(
                 f"{type(self).__name__} is used under {type(strategy).__name__}, which "
-                "would send its gradients as they are. Use tfdp.DataParallelStrategy "
+                "would send its gradients uncompressed. Use tfdp.DataParallelStrategy "
                 "or tfdp.MultiHostDataParallelStrategy."
             )
         return super().apply(grads, trainable_variables)
@@ -80,13 +69,12 @@ class SentMomentum(DecayHooks):
         if id(self) not in run.sent_momentum:
             raise ConfigurationError(
                 f"{type(self).__name__} is held by another optimizer, for which "
-                "gradients were added up as they are: its momentum would not be sent, "
-                "and nothing made small. Give it to compile, alone or in "
-                "keras.optimizers.LossScaleOptimizer or tfdp.DistributedOptimizer."
+                "gradients were summed uncompressed: its momentum would not be sent. "
+                "Give it to compile, alone or in tfdp.DistributedOptimizer or "
+                "keras.optimizers.LossScaleOptimizer."
             )
 
     def get_config(self) -> dict[str, Any]:
-        """The arguments, as plain data."""
         return {
             **super().get_config(),
             "warmup_steps": self.warmup_steps,
@@ -96,21 +84,17 @@ class SentMomentum(DecayHooks):
 
 
 def refuse_keras_arguments(owner: str, keras_arguments: dict[str, Any]) -> None:
-    """Refuses what would see the gradients that rounding has made.
-
-    Raises:
-      ConfigurationError: naming `owner`, whose arguments they are.
-    """
+    """Refuses Keras options that would see gradients after rounding."""
     for name in CLIPPING:
         if keras_arguments.get(name) is not None:
             raise ConfigurationError(
-                f"{owner}({name}=...) would clip what rounding made of the "
-                "gradients, which is far from them. Leave it out. Received: "
+                f"{owner}({name}=...) would clip rounded gradients, which "
+                "differ from the exact ones. Leave it out. Received: "
                 f"{name}={keras_arguments[name]!r}."
             )
     if keras_arguments.get("gradient_accumulation_steps"):
         raise ConfigurationError(
             f"{owner} sends in every update. Accumulate with "
-            "tfdp.DistributedOptimizer(optimizer, accumulate_steps=...) and leave "
-            "gradient_accumulation_steps out."
+            "tfdp.DistributedOptimizer(optimizer, accumulate_steps=...) and leave out "
+            "gradient_accumulation_steps."
         )

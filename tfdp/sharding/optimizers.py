@@ -1,55 +1,41 @@
-"""Keras optimizers whose state is sharded: what they do besides their own arithmetic.
+"""Keras optimizers with sharded state: what they do besides elementwise arithmetic.
 
-An elementwise update needs no help: it works on shards as it stands. What looks at
-whole tensors does, and gets it from instance attributes while a step is traced:
+An elementwise update works on shards unchanged. What needs whole tensors is overridden
+by instance attributes while a step is traced:
 
     _clip_gradients           norms are taken over the shards of all replicas
-    update_step               state is as flat as the shard: Keras' sums ask for shapes
-    _backend_update_step      the updated shards are gathered into the mirrored weights
+    update_step               the state reports the shard's flat shape
+    _backend_update_step      gathers the updated shards into the mirrored weights
     moving averages           are updated, and written back, shard by shard
 
-LARS and LAMB offer `update_phases`: the norms of all layers travel in one small sum.
+LARS and LAMB offer `update_phases`: one small sum carries the norms of all layers.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-import keras
 import tensorflow as tf
+from keras.optimizers import Optimizer
 
+from tfdp._private import optimizer_hooks as hooks
 from tfdp._private.instance_attributes import instance_attributes
 from tfdp._private.names import current_rank
-from tfdp._private.optimizer_hooks import (
-    APPLY_GRADIENTS,
-    AVERAGE,
-    CLIP,
-    DECAY,
-    IN_USE,
-    ON_THE_WAY,
-    OVERWRITE_WITH_AVERAGE,
-    UPDATE_OF_STRATEGY,
-    UPDATE_STEP,
-    averages_of,
-    by_keras,
-    strategy_of,
-    variable_index,
-)
 from tfdp.errors import ConfigurationError
 from tfdp.plan.exclusions import variable_path
 from tfdp.sharding.updates import ShardUpdates
 from tfdp.sharding.variables import ShardedVariable, shard_kind
 from tfdp.tracing.run import current_run
 
-# Those whose update of an element needs that element only.
+# These update each element independently.
 ELEMENTWISE = (
     "SGD RMSprop Adam Adadelta Adagrad Adamax Nadam Ftrl Lion ScheduleFreeAdamW"
 ).split()
 ADVICE = {
-    "Lamb": "Take tfdp.optimizers.LAMB(form='keras'), which is the same to the bit.",
+    "Lamb": "Use tfdp.optimizers.LAMB(form='keras'), which is identical to the bit.",
     "Adafactor": "It needs the rows and columns of whole matrices.",
     "Muon": "It needs whole matrices.",
     "OneBitAdam": "It sends its momentum, of whole variables.",
@@ -57,17 +43,13 @@ ADVICE = {
 }
 
 
-def check_shardable(optimizer: keras.optimizers.Optimizer) -> None:
-    """Refuses an optimizer whose update of a shard would not be that of the whole.
-
-    Raises:
-      ConfigurationError: naming the optimizer and what to do.
-    """
-    is_elementwise = getattr(optimizer, "is_elementwise", False)
+def check_shardable(optimizer: Optimizer) -> None:
+    """Refuses an optimizer that may need whole tensors for its update."""
     check_own_hooks(optimizer)
-    # What sends its momentum does so in whole variables (tfdp.step.compression).
+    # Momentum compression works on whole variables (tfdp.step.compression).
     if not hasattr(optimizer, "momentum_compression") and (
-        hasattr(optimizer, "update_phases") or is_elementwise
+        hasattr(optimizer, "update_phases")
+        or getattr(optimizer, "is_elementwise", False)
     ):
         return
     owner = next(c for c in type(optimizer).__mro__ if "update_step" in vars(c))
@@ -75,8 +57,8 @@ def check_shardable(optimizer: keras.optimizers.Optimizer) -> None:
         return
     advice = ADVICE.get(
         owner.__name__,
-        "If its update of an element needs that element only, say so with the class "
-        "attribute is_elementwise = True.",
+        "If its update of an element needs that element only, set the class attribute "
+        "is_elementwise = True.",
     )
     raise ConfigurationError(
         f"The optimizer {type(optimizer).__name__} cannot update shards: its "
@@ -85,83 +67,66 @@ def check_shardable(optimizer: keras.optimizers.Optimizer) -> None:
     )
 
 
-def check_own_hooks(optimizer: keras.optimizers.Optimizer) -> None:
-    """Refuses hooks of a program's own that would be given shards of gradients.
-
-    Raises:
-      ConfigurationError: naming the optimizer, the hook and what to do.
-    """
-    own = own_look_at_gradients(optimizer, (*ON_THE_WAY, *IN_USE))
+def check_own_hooks(optimizer: Optimizer) -> None:
+    """Refuses a user class's hooks that would receive shards of gradients."""
+    own = own_look_at_gradients(optimizer, (*hooks.ON_THE_WAY, *hooks.IN_USE))
     if own is not None:
         raise ConfigurationError(
             f"The optimizer {type(optimizer).__name__} cannot update shards: its own "
             f"{own} may need whole gradients, of which each replica has a shard. If it "
-            "looks at single elements only, say so with the class attribute "
+            "treats each element independently, set the class attribute "
             "is_elementwise = True. Or use shard='none'."
         )
-    if is_own(optimizer, AVERAGE):  # it is led in the place of what a class has
+    if is_own(optimizer, hooks.AVERAGE):
         raise ConfigurationError(
             f"The optimizer {type(optimizer).__name__} cannot update shards: its own "
-            f"{AVERAGE} would not be called. Use shard='none'."
+            f"{hooks.AVERAGE} would not be called. Use shard='none'."
         )
 
 
-def own_look_at_gradients(
-    optimizer: keras.optimizers.Optimizer, methods: Sequence[str]
-) -> str | None:
-    """The one of `methods` with which a class of the program's own looks at gradients.
-
-    Those of Keras look at single elements, or are led. None: there is none, or the
-    class says that it looks at single elements.
-    """
+def own_look_at_gradients(optimizer: Optimizer, methods: Sequence[str]) -> str | None:
+    """The first of `methods` that a user class defines, unless it is elementwise."""
     if getattr(optimizer, "is_elementwise", False):
         return None
     return next((name for name in methods if is_own(optimizer, name)), None)
 
 
-def is_own(optimizer: keras.optimizers.Optimizer, method: str) -> bool:
+def is_own(optimizer: Optimizer, method: str) -> bool:
     """Whether a class that is neither Keras' nor tfdp's defines `method`."""
     owner = next((c for c in type(optimizer).__mro__ if method in vars(c)), None)
     return owner is not None and not owner.__module__.startswith(("keras.", "tfdp."))
 
 
-def shard_overrides(
-    optimizer: keras.optimizers.Optimizer, shards: ShardUpdates
-) -> dict[str, Any]:
-    """The instance attributes with which a shardable `optimizer` updates shards."""
-    known: list[Any] = []
+def shard_overrides(optimizer: Optimizer, shards: ShardUpdates) -> dict[str, Any]:
+    """The method overrides with which a shardable `optimizer` updates shards."""
+    current: list[Any] = []
 
     def apply_gradients(gradients: Sequence[Any], variables: Sequence[Any]) -> Any:
-        known[:] = variables
+        current[:] = variables
         _refuse_eager_constraints(variables)
-        return by_keras(optimizer, APPLY_GRADIENTS)(gradients, variables)
+        return hooks.by_keras(optimizer, hooks.APPLY_GRADIENTS)(gradients, variables)
 
     def clip(gradients: Sequence[Any]) -> list[Any]:
-        return clip_over_shards(optimizer, gradients, known, shards)
+        return clip_over_shards(optimizer, gradients, current, shards)
 
-    leads: dict[str, Any] = {
-        APPLY_GRADIENTS: apply_gradients,
-        CLIP: clip,
-        AVERAGE: functools.partial(_average_shards, optimizer),
-        DECAY: functools.partial(_decay_on_devices, optimizer, shards),
-        "update_step": functools.partial(_update_flat, optimizer),
+    overrides: dict[str, Any] = {
+        hooks.APPLY_GRADIENTS: apply_gradients,
+        hooks.CLIP: clip,
+        hooks.AVERAGE: partial(_average_shards, optimizer),
+        hooks.DECAY: partial(_decay_on_devices, optimizer, shards),
+        "update_step": partial(_update_flat, optimizer),
     }
-    for method in (UPDATE_STEP, OVERWRITE_WITH_AVERAGE):
-        leads[method] = functools.partial(_then_gather, optimizer, method, shards)
+    for method in (hooks.UPDATE_STEP, hooks.OVERWRITE_WITH_AVERAGE):
+        overrides[method] = partial(_then_gather, optimizer, method, shards)
     if hasattr(optimizer, "update_phases"):
-        leads[UPDATE_OF_STRATEGY] = functools.partial(
+        overrides[hooks.UPDATE_OF_STRATEGY] = partial(
             _update_in_phases, optimizer, shards
         )
-    return leads
+    return overrides
 
 
 def _refuse_eager_constraints(variables: Sequence[Any]) -> None:
-    """A constraint looks at the whole weight, whose shards are updated one by one.
-
-    Raises:
-      ConfigurationError: where eager replicas, which run one after the other, would
-        each look at shards of which some are updated and others not yet.
-    """
+    """Refuses weight constraints in eager mode: they need the whole weight."""
     if not tf.executing_eagerly():
         return
     for variable in variables:
@@ -169,23 +134,20 @@ def _refuse_eager_constraints(variables: Sequence[Any]) -> None:
         if is_sharded and getattr(variable, "constraint", None) is not None:
             raise ConfigurationError(
                 f"The weight {variable_path(variable)!r} has a constraint, which "
-                "cannot be applied to shards in eager mode: it looks at the whole "
-                "weight before all replicas have updated their shards. Compile with "
+                "cannot be applied to shards in eager mode: it needs the whole weight "
+                "before all replicas have updated their shards. Compile with "
                 "run_eagerly=False, or leave out shard='parameters'."
             )
 
 
 def clip_over_shards(
-    optimizer: keras.optimizers.Optimizer,
+    optimizer: Optimizer,
     gradients: Sequence[Any],
     variables: Sequence[Any],
     shards: ShardUpdates,
 ) -> list[Any]:
-    """Keras' clipping, with norms over whole gradients of which shards are here.
-
-    Cost: one sum of a number per sharded variable, when there is a norm to take.
-    """
-    stock = by_keras(optimizer, CLIP)
+    """Keras' clipping, with whole norms, summed over the shards."""
+    stock = hooks.by_keras(optimizer, hooks.CLIP)
     if not (optimizer.clipnorm or optimizer.global_clipnorm):
         return stock(gradients)
     places = [
@@ -195,7 +157,8 @@ def clip_over_shards(
     ]
     if not places:
         return stock(gradients)
-    squares = sum_squares([gradients[i] for i in places], shards)
+    own = [tf.reduce_sum(tf.square(tf.cast(gradients[i], tf.float32))) for i in places]
+    squares = _total_over_shards(own, shards)
     clipped = list(gradients)
     if optimizer.clipnorm:
         others = [i for i in range(len(gradients)) if i not in places]
@@ -214,36 +177,24 @@ def clip_over_shards(
     ]
     norm = tf.sqrt(tf.add_n([*whole, *squares]))
     bound = optimizer.global_clipnorm
-    # Adding 0, or nan where the norm is infinite: as Keras, everything is then nan.
+    # Adds 0, or nan if the norm is infinite: then everything is nan, as in Keras.
     scale = bound * tf.minimum(1.0 / norm, 1.0 / bound) + (norm - norm)
     return [None if g is None else g * tf.cast(scale, g.dtype) for g in gradients]
 
 
-def sum_squares(pieces: Sequence[tf.Tensor], shards: ShardUpdates) -> list[tf.Tensor]:
-    """For each whole tensor the sum of its squares, from its shards; in one sum."""
-    own = [tf.reduce_sum(tf.square(tf.cast(p, tf.float32))) for p in pieces]
-    return total_over_shards(own, shards)
-
-
-def total_over_shards(
-    own: Sequence[tf.Tensor], shards: ShardUpdates
-) -> list[tf.Tensor]:
-    """The sums of scalars over the replicas that hold the shards."""
+def _total_over_shards(own: Sequence[Any], shards: ShardUpdates) -> list[tf.Tensor]:
+    """Sums scalars over the replicas that hold the shards."""
     stacked = tf.stack([tf.cast(value, tf.float32) for value in own])
     if not tf.executing_eagerly():
         return tf.unstack(shards.reducer.sum_of_shards(stacked, current_rank()))
     if not shards.reducer.holds_first_copy:
-        stacked = tf.zeros_like(stacked)  # other hosts count the same shards
+        stacked = tf.zeros_like(stacked)  # another host counts the same shards
     context = tf.distribute.get_replica_context()
     return tf.unstack(context.all_reduce("SUM", stacked))
 
 
 def _then_gather(
-    optimizer: keras.optimizers.Optimizer,
-    method: str,
-    shards: ShardUpdates,
-    *args: Any,
-    **kwargs: Any,
+    optimizer: Optimizer, method: str, shards: ShardUpdates, *args: Any, **kwargs: Any
 ) -> Any:
     result = getattr(type(optimizer), method)(optimizer, *args, **kwargs)
     if not tf.executing_eagerly():
@@ -251,15 +202,13 @@ def _then_gather(
     return result
 
 
-def _update_flat(
-    optimizer: keras.optimizers.Optimizer, gradient: Any, variable: Any, *args: Any
-) -> Any:
-    """`update_step` of a shard, whose state is as flat as what is read of it.
+def _update_flat(optimizer: Optimizer, gradient: Any, variable: Any, *args: Any) -> Any:
+    """`update_step` of a shard, with state of the shard's shape.
 
-    `keras.ops.add` takes what fits the last axis of a matrix for a bias: a shard of as
-    many elements would be added to the whole that the state's shape told of.
+    `keras.ops.add` treats a vector that fits a matrix's last axis as a bias: a shard of
+    that length would be broadcast to the whole shape that the state reports.
     """
-    place = variable_index(optimizer, variable)
+    place = hooks.variable_index(optimizer, variable)
     slots = [value for value in vars(optimizer).values() if isinstance(value, list)]
     found = current_run()
     with contextlib.ExitStack() as stack:
@@ -274,21 +223,17 @@ def _update_flat(
 
 
 def _decay_on_devices(
-    optimizer: keras.optimizers.Optimizer,
-    shards: ShardUpdates,
-    variables: Sequence[Any],
+    optimizer: Optimizer, shards: ShardUpdates, variables: Sequence[Any]
 ) -> None:
-    """Keras' decay of the weights, which needs no state that is on the host."""
+    """Keras' weight decay, which needs no state on the host."""
     with shards.updating_on_devices():
-        by_keras(optimizer, DECAY)(variables)
+        hooks.by_keras(optimizer, hooks.DECAY)(variables)
 
 
-def _average_shards(
-    optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]
-) -> None:
-    """Keras' moving average of the weights, each replica its shards."""
+def _average_shards(optimizer: Optimizer, variables: Sequence[Any]) -> None:
+    """Keras' moving average of the weights, shard by shard."""
     first = tf.equal(tf.convert_to_tensor(optimizer.iterations), 0)
-    averages = averages_of(optimizer)
+    averages = hooks.averages_of(optimizer)
     for variable, average in zip(variables, averages, strict=True):
         if average is None:
             continue
@@ -301,7 +246,7 @@ def _average_shards(
             weights = tf.convert_to_tensor(variable)
             own.assign(momentum * own + (1 - momentum) * weights)
 
-        strategy_of(optimizer).extended.update(average.value, update, group=False)
+        hooks.strategy_of(optimizer).extended.update(average.value, update, group=False)
 
 
 def _update_in_phases(
@@ -315,8 +260,8 @@ def _update_in_phases(
     if tf.distribute.in_cross_replica_context():
         # Eager replicas update across replicas, one variable after the other.
         raise ConfigurationError(
-            f"{type(optimizer).__name__} cannot update shards in eager mode: the norms "
-            "of its layers are summed over the replicas first. Compile with "
+            f"{type(optimizer).__name__} cannot update shards in eager mode: it first "
+            "sums the norms of its layers over the replicas. Compile with "
             "run_eagerly=False, or leave out shard=."
         )
     running: list[Any] = []
@@ -329,9 +274,8 @@ def _update_in_phases(
 
     pairs = list(gradients_and_variables)
     for gradient, variable in pairs:
-        strategy.extended.update(
-            variable, begin, args=(gradient, learning_rate), group=False
-        )
+        args = gradient, learning_rate
+        strategy.extended.update(variable, begin, args=args, group=False)
     places = [
         (layer, norm)
         for layer, (_, variable) in enumerate(pairs)
@@ -341,15 +285,13 @@ def _update_in_phases(
     totals = [list(squares) for squares in found]
     if places:
         own = [found[layer][norm] for layer, norm in places]
-        sums = total_over_shards(own, shards)
+        sums = _total_over_shards(own, shards)
         for (layer, norm), total in zip(places, sums, strict=True):
             totals[layer][norm] = tf.cast(total, found[layer][norm].dtype)
     for layer, (_, variable) in enumerate(pairs):
 
         def finish(target: Any, layer: int = layer) -> None:
-            try:
+            with contextlib.suppress(StopIteration):
                 running[layer].send(tuple(totals[layer]))
-            except StopIteration:
-                return
 
         strategy.extended.update(variable, finish, group=False)

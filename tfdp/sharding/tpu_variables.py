@@ -1,7 +1,7 @@
-"""Variables of TPU replicas of which each stores, or updates, a shard only.
+"""Sharded variables for TPU replicas.
 
-As `tfdp.sharding.variables`, in the one graph of all replicas: a handle stands for
-the shards of all of them, and the rank is a tensor.
+All replicas share one graph: a handle stands for every replica's shard, and the rank is
+a tensor.
 """
 
 from __future__ import annotations
@@ -13,26 +13,21 @@ import tensorflow as tf
 from tfdp._private.names import current_rank
 from tfdp._private.tpu_names import assign_in_replica, in_tpu_replica, read_stored
 from tfdp.exchange.packing import piece_of
-from tfdp.sharding.variables import (
-    ShardedVariable,
-    ShardUpdatedVariable,
-    updating_rank,
-)
+from tfdp.sharding.variables import ShardedVariable, ShardUpdatedVariable, updating_rank
 from tfdp.variables.tpu import AssignedInReplica, TPUReplicaVariable
 
 
 class TPUShardedVariable(AssignedInReplica, ShardedVariable):
     """A variable of which each TPU core stores one flat shard."""
 
-    # TPU cores have no op that copies a piece; the host has, and hands it over.
+    # TPU cores have no op that copies a piece; the host does, and sends it.
     cutting_device = "CPU:0"
 
     def shard(self, rank: Any) -> Any:
-        """What one replica stores; in a replica the variable itself stands for it."""
+        """A replica's stored variable; within a replica, this variable itself."""
         return super().shard(rank) if isinstance(rank, int) else self
 
     def read_shard(self, rank: Any) -> tf.Tensor:
-        """The value of a replica's shard, flat and padded."""
         return self._own_shard() if in_tpu_replica() else super().read_shard(rank)
 
     def _own_shard(self) -> tf.Tensor:
@@ -40,7 +35,7 @@ class TPUShardedVariable(AssignedInReplica, ShardedVariable):
         return tf.ensure_shape(value, [self.layout.shard_elements])
 
     def _read_variable_op(self) -> tf.Tensor:
-        """The shard while it is updated, the whole elsewhere."""
+        """The shard during an update, otherwise the whole."""
         if updating_rank() is not None:
             return self._own_shard()
         return self._read_in_replica()
@@ -60,10 +55,10 @@ class TPUShardedVariable(AssignedInReplica, ShardedVariable):
 
 
 class TPUShardUpdatedVariable(TPUReplicaVariable, ShardUpdatedVariable):
-    """A weight with a copy on every TPU core, each of which updates its shard."""
+    """A weight with a copy on every TPU core, of which each core updates its shard."""
 
     def _get(self) -> Any:
-        # In a replica the rank is a tensor, which picks no component.
+        # In a replica the rank is a tensor, which cannot index the components.
         return self._read_variable_op() if in_tpu_replica() else super()._get()
 
     def _read_variable_op(self) -> tf.Tensor:
@@ -75,6 +70,6 @@ class TPUShardUpdatedVariable(TPUReplicaVariable, ShardUpdatedVariable):
 
 
 def tpu_shard_class(shard_class: type) -> type:
-    """The class for TPU replicas that behaves like `shard_class` elsewhere."""
+    """The TPU class that corresponds to `shard_class`."""
     is_stored = issubclass(shard_class, ShardedVariable)
     return TPUShardedVariable if is_stored else TPUShardUpdatedVariable

@@ -1,4 +1,4 @@
-"""Where sharded variables come from, and how a replica reads and updates them."""
+"""Creates sharded variables; reads and updates them in a replica."""
 
 from __future__ import annotations
 
@@ -9,19 +9,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdp._private import names
 from tfdp._private.frames import is_made_for_autocast
 from tfdp._private.keras_layers import autocast_dtype
-from tfdp._private.names import (
-    DistributedVariable,
-    UpdateContext,
-    current_rank,
-    graphs_inside,
-    is_branch_graph,
-    is_loop_graph,
-    own_copy,
-    select_replica,
-    stop_recording,
-)
 from tfdp._private.optimizer_hooks import strategy_of
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.engine import exchanges_of
@@ -32,7 +22,7 @@ from tfdp.sharding.variables import (
     LocalShardVariable,
     ShardedVariable,
     ShardUpdatedVariable,
-    refuse_gradient_of_shard,
+    check_whole_gradient,
     shard_update,
 )
 from tfdp.tracing.loss_shares import key_of
@@ -40,24 +30,17 @@ from tfdp.tracing.run import name_of_gradient, trace_of
 
 SHARD_CLASSES = (ShardedVariable, ShardUpdatedVariable)
 
-# What a variable is made with, and its shards are not.
+# Arguments for creating a whole variable that do not apply to its shards.
 NOT_OF_A_SHARD = frozenset(
     ("aggregation", "colocate_with", "initial_value", "shape", "synchronization")
 )
 
-# Keras calls its accumulators so, and DistributedOptimizer does, too.
+# Keras and DistributedOptimizer both use this name for their accumulators.
 ACCUMULATOR_NAME = "gradient_accumulator"
 
 
 class ShardUpdates:
-    """Makes, reads and updates the sharded variables of one strategy.
-
-    Args:
-      strategy: the strategy.
-      devices: one per replica of this process.
-      reducer: moves shards.
-      sharding: what is sharded.
-    """
+    """Creates, reads and updates the sharded variables of one strategy."""
 
     def __init__(
         self,
@@ -73,37 +56,31 @@ class ShardUpdates:
         self._min_bytes = sharding.min_bytes
         self._is_offloading = sharding.offloads
         self._updates_on_host = sharding.offloads
-        # By graph: replicas may share one, and each of them its views.
+        # By trace: replicas may share a graph, and each has its own views.
         self._views: dict[int, dict[int, ShardView]] = {}
 
     def class_of(self, kwargs: dict[str, Any], value: tf.Tensor) -> type | None:
-        """The class of a variable about to be made; None: not a sharded one."""
+        """The class of a variable about to be created; None: it is not sharded."""
         reference = kwargs.get("colocate_with")
         if isinstance(reference, SHARD_CLASSES):
-            same = value.dtype.is_floating and value.shape == reference.shape
-            if not same:
+            if not (value.dtype.is_floating and value.shape == reference.shape):
                 return None
             if ACCUMULATOR_NAME not in (kwargs.get("name") or ""):
                 return ShardedVariable
             return LocalShardVariable if self.stage > 1 else None
         is_weight = reference is None and kwargs.get("trainable") is not False
-        read_as_sum = kwargs.get("synchronization") == (
-            tf.VariableSynchronization.ON_READ
-        )
+        on_read = tf.VariableSynchronization.ON_READ
+        read_as_sum = kwargs.get("synchronization") == on_read
         if not is_weight or read_as_sum or not value.dtype.is_floating:
             return None
         elements = value.shape.num_elements()
-        # Numbers that an optimizer keeps for itself pass for weights in Keras.
-        if (
-            value.shape.rank == 0
-            or not elements
-            or elements * value.dtype.size < self._min_bytes
-        ):
+        # Keras marks scalars that an optimizer keeps for itself as weights.
+        is_small = not elements or elements * value.dtype.size < self._min_bytes
+        if value.shape.rank == 0 or is_small:
             return None
         return ShardedVariable if self.stage == 3 else ShardUpdatedVariable
 
     def layout_of(self, value: Any) -> ShardLayout:
-        """How a tensor or variable is cut."""
         return ShardLayout(tuple(value.shape.as_list()), self.reducer.shard_parts)
 
     def part_of(self, rank: int) -> int:
@@ -113,26 +90,21 @@ class ShardUpdates:
     def whole(
         self, shards: Sequence[tf.Tensor], layout: ShardLayout, name: str
     ) -> tf.Tensor:
-        """The whole of a variable from the shards of this process's replicas.
-
-        Where other hosts hold shards it is an exchange: all of them must ask.
-        """
+        """A whole variable, from all shards; every host must call it."""
         label = f"the whole of {name!r}, of which every host reads and holds a part"
         return self.reducer.join_shards(shards, layout, label)
 
     def own_range(self, variable: Any) -> tf.Tensor:
-        """What the replicas of this process hold of a variable, or update: flat."""
-        ranks = self._ranks
-        layout = variable.layout
+        """The elements that this process's replicas hold, or update: flat."""
+        ranks, layout = range(len(self._devices)), variable.layout
         if isinstance(variable, ShardUpdatedVariable):
             start, _ = layout.bounds(self.part_of(ranks[0]))
             _, stop = layout.bounds(self.part_of(ranks[-1]))
             return tf.reshape(variable.values[0].read_value(), [-1])[start:stop]
+        lengths = [layout.length(self.part_of(rank)) for rank in ranks]
         pieces = [
-            tf.convert_to_tensor(variable.shard(rank))[
-                : layout.length(self.part_of(rank))
-            ]
-            for rank in ranks
+            tf.convert_to_tensor(variable.shard(rank))[:length]
+            for rank, length in zip(ranks, lengths, strict=True)
         ]
         return tf.concat(pieces, axis=0)
 
@@ -143,11 +115,9 @@ class ShardUpdates:
         kwargs: dict[str, Any],
         value: tf.Tensor,
     ) -> ShardedVariable:
-        """A sharded variable that starts as `value`, a shard on each device."""
+        """A sharded variable that starts as `value`, one shard on each device."""
         layout = self.layout_of(value)
-        common = {
-            key: given for key, given in kwargs.items() if key not in NOT_OF_A_SHARD
-        }
+        common = {k: v for k, v in kwargs.items() if k not in NOT_OF_A_SHARD}
         shards: list[tf.Variable] = []
         is_state = kwargs.get("colocate_with") is not None
         is_gradient = issubclass(variable_class, LocalShardVariable)
@@ -157,9 +127,9 @@ class ShardUpdates:
                 device = host_of(device)
             if rank:
                 first = shards[0].name.split(":")[0]
-                # The slash makes it an absolute name, outside all name scopes.
+                # The slash makes the name absolute, outside all name scopes.
                 common["name"] = f"{first}/replica_{rank}/"
-            with stop_recording():
+            with names.stop_recording():
                 with tf.device(variable_class.cutting_device or device):
                     own = own_piece(value, layout, self.part_of(rank))
                 with tf.device(device):
@@ -170,16 +140,16 @@ class ShardUpdates:
         return variable
 
     def read(self, variable: ShardedVariable, rank: Any) -> tf.Tensor:
-        """The whole variable in a replica; the gradient is this replica's shard."""
+        """The whole variable, in a replica; its gradient is the replica's shard."""
         layout, own = variable.layout, variable.shard(rank)
-        # What the layer would cast after the gather is cast before it: half the bytes,
-        # the same numbers. Gradients are summed in the variable's own type.
+        # Cast before the gather what the layer would cast after it: half the bytes, the
+        # same numbers. Gradients are summed in the variable's own type.
         dtype = autocast_dtype() if variable.autocasts else None
         if dtype is None or dtype.size > variable.dtype.size:
             dtype = variable.dtype
 
-        # In which order gradients come may differ from replica to replica, and with the
-        # shapes that a host knows while it traces: they meet by the number of the read.
+        # The order in which gradients are computed may differ between replicas, and
+        # with the static shapes of a host, so the number of the read matches them.
         name = name_of_gradient()
         label = f"of the gradient of read {name.rstrip('.')}"
 
@@ -190,7 +160,7 @@ class ShardUpdates:
 
         def scatter(upstream: Any) -> tf.Tensor:
             upstream = tf.cast(tf.convert_to_tensor(upstream), variable.dtype)
-            refuse_gradient_of_shard(variable, upstream)
+            check_whole_gradient(variable, upstream)
             run = self._strategy.extended.current_run
             upstream = run.own_gradient(rank, upstream)
             if not tf.executing_eagerly():
@@ -199,8 +169,8 @@ class ShardUpdates:
                         [upstream], [layout], rank, label=label
                     )
             else:
-                # Gradients of branches may come in another order where a replica has
-                # one row: what is met for is the variable, not only its shape.
+                # With one row, a replica may compute gradients of branches in another
+                # order: synchronize on the variable, not only on its shape.
                 run.eager_order.meet(rank, f"the gradient of {variable.name}")
                 context = tf.distribute.get_replica_context()
                 total = context.all_reduce("SUM", upstream)
@@ -212,27 +182,27 @@ class ShardUpdates:
             return gather(variable.read_shard(rank))
 
     def _outside_loops(self) -> contextlib.AbstractContextManager:
-        """The graph of the replica function, while a loop or branch in it is built.
+        """The replica function's graph, while a loop or branch in it is built.
 
-        Replicas cannot exchange anything inside a loop, and need not: the weights of
-        a recurrent layer are the same in every turn. In a conditional of a layer each
-        replica may take another branch. The conditionals around an update are alike on
-        all replicas, and what is read there is newer than what was before them.
+        Replicas cannot exchange inside a loop, and need not: the weights of a recurrent
+        layer do not change between iterations. In a conditional of a layer each replica
+        may take another branch. Conditionals around an update take the same branch on
+        all replicas, and what they read is newer than what was read before them.
         """
         run_graph = self.reducer.run_graph
         if run_graph is None:
             return contextlib.nullcontext()
-        inner = graphs_inside(run_graph)
-        is_in_loop = any(map(is_loop_graph, inner))
-        is_in_branch = any(map(is_branch_graph, inner))
+        inner = names.graphs_inside(run_graph)
         is_updating = self._strategy.extended.current_run.is_updating
-        if is_in_loop or (is_in_branch and not is_updating):
+        if any(map(names.is_loop_graph, inner)) or (
+            any(map(names.is_branch_graph, inner)) and not is_updating
+        ):
             return run_graph.as_default()
         return contextlib.nullcontext()
 
     def scatter(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """This replica's shards of the sums of `gradients`, in replica context."""
-        rank = current_rank()
+        """This replica's shards of the summed `gradients`, in replica context."""
+        rank = names.current_rank()
         layouts = [_stored(variable).layout for variable in variables]
         if not tf.executing_eagerly():
             return self.reducer.reduce_scatter(
@@ -246,30 +216,24 @@ class ShardUpdates:
             for total, layout in zip(totals, layouts, strict=True)
         ]
 
-    def _gathered(
-        self, variable: ShardedVariable, shard: tf.Tensor, rank: Any
-    ) -> tf.Tensor:
+    def _gathered(self, variable: ShardedVariable, shard: Any, rank: Any) -> tf.Tensor:
         if not tf.executing_eagerly():
             return self.reducer.all_gather([shard], [variable.layout], rank)[0]
-        # Eager replicas run one after the other: nothing can be exchanged within one.
-        # Read below the tapes: the gradient is that of the own shard alone.
+        # Eager replicas run one after the other, so they cannot exchange here. This
+        # read bypasses gradient tapes: only the replica's own shard has a gradient.
         shards = [
             tf.raw_ops.ReadVariableOp(
                 resource=variable.shard(rank).handle, dtype=variable.dtype
             )
-            for rank in self._ranks
+            for rank in range(len(self._devices))
         ]
         return self.whole(shards, variable.layout, variable.name)
 
-    @property
-    def _ranks(self) -> range:
-        return range(len(self._devices))
-
     def update(
-        self, variable: DistributedVariable, fn: Callable, args: Any, kwargs: Any
+        self, variable: names.DistributedVariable, fn: Callable, args: Any, kwargs: Any
     ) -> Any:
-        """Calls `fn` in a replica with what it may update: its shard of `variable`."""
-        rank = current_rank()
+        """Calls `fn` in a replica on its shard of `variable`."""
+        rank = names.current_rank()
         self.reducer.note_branches(rank)
         target = self._target(variable, rank)
         device = self._device_of_update(variable, target.device)
@@ -278,34 +242,36 @@ class ShardUpdates:
 
     @contextlib.contextmanager
     def updating_on_devices(self) -> Iterator[None]:
-        """While this lasts, updates that touch no state stay on the devices."""
+        """Within this context, updates that touch no state stay on the devices."""
         self._updates_on_host = False
         try:
             yield
         finally:
-            # Not what was there before: eager replicas come here in turn, and each
-            # would find what the last one had set.
+            # Not the previous value: eager replicas enter in turn, and each would
+            # restore what the last one had set.
             self._updates_on_host = self._is_offloading
 
     def _device_of_update(self, variable: Any, device: str) -> str:
-        """Where the arithmetic of an update is done: where the state is."""
+        """The device that computes an update: the one that holds the state."""
         is_gradient = isinstance(variable, LocalShardVariable)
         return host_of(device) if self._updates_on_host and not is_gradient else device
 
-    def _target(self, variable: DistributedVariable, rank: Any) -> Any:
+    def _target(self, variable: names.DistributedVariable, rank: Any) -> Any:
         if isinstance(variable, ShardedVariable):
             return variable.shard(rank)
         graph = tf.compat.v1.get_default_graph()
         views = self._views.setdefault(trace_of(rank), {})
         view = views.get(id(variable))
         if view is None or (view.graph is not graph and not view.is_assigned):
-            view = ShardView(variable, self.part_of(rank), own_copy(variable, rank))
+            view = ShardView(
+                variable, self.part_of(rank), names.own_copy(variable, rank)
+            )
             views[id(variable)] = view
         return view
 
     def gather_updated(self) -> None:
-        """Brings what the replicas assigned to their shards into all copies."""
-        rank = current_rank()
+        """Copies the shards that the replicas assigned into all copies."""
+        rank = names.current_rank()
         seen = self._views.pop(trace_of(rank), {})
         views = [view for view in seen.values() if view.is_assigned]
         if not views:
@@ -317,15 +283,14 @@ class ShardUpdates:
             self._strategy.extended.update_own_copy(view.variable, _assign, whole)
 
     def forget_views(self) -> None:
-        """Drops what a trace that failed half-way has left."""
         self._views = {}
 
     def update_across(
-        self, variable: DistributedVariable, fn: Callable, args: Any, kwargs: Any
+        self, variable: names.DistributedVariable, fn: Callable, args: Any, kwargs: Any
     ) -> None:
-        """As `update`, for all replicas at once, in cross-replica context."""
+        """Like `update`, for all replicas at once, in cross-replica context."""
         targets = []
-        for rank in self._ranks:
+        for rank in range(len(self._devices)):
             if isinstance(variable, ShardedVariable):
                 target = variable.shard(rank)
             else:
@@ -333,8 +298,8 @@ class ShardUpdates:
                 target = ShardView(variable, part, copy)
             targets.append(target)
             device = self._device_of_update(variable, target.device)
-            with tf.device(device), UpdateContext(rank), shard_update(rank):
-                own_args, own_kwargs = select_replica(rank, (args, kwargs or {}))
+            with tf.device(device), names.UpdateContext(rank), shard_update(rank):
+                own_args, own_kwargs = names.select_replica(rank, (args, kwargs or {}))
                 _check_no_whole_variables(variable, own_args)
                 fn(target, *own_args, **own_kwargs)
         if isinstance(variable, ShardUpdatedVariable):
@@ -346,27 +311,23 @@ class ShardUpdates:
 
 
 def _check_no_whole_variables(variable: Any, arguments: Any) -> None:
-    """An optimizer that nobody leads brings gradients of whole variables."""
+    """Refuses gradients of whole variables, from an optimizer without overrides."""
     layout = variable.layout
     whole, shard = tf.TensorShape(layout.shape), tf.TensorShape([layout.shard_elements])
     for value in tf.nest.flatten(arguments):
-        # No variables: of those that are cut, too, a shard is read in the update.
+        # Variables are skipped: sharded ones read as a shard within an update.
         is_value = isinstance(value, (tf.Tensor, tf.IndexedSlices))
         if is_value and value.shape.rank and whole == value.shape != shard:
             raise ConfigurationError(
-                f"Variable {variable.name!r} is updated by shards, and its optimizer "
-                "was called outside of the strategy's replicas with the gradient of "
-                "the whole. Take the step in a function that strategy.run runs, with "
+                f"Variable {variable.name!r} is updated by shards, but its optimizer "
+                "was called outside of the strategy's replicas with the whole "
+                "gradient. Take the step in a function that strategy.run runs, with "
                 "the optimizer in tfdp.DistributedOptimizer; or leave out shard=."
             )
 
 
 def host_of(device: str) -> str:
-    """The CPU of the process that drives `device`.
-
-    >>> host_of("/job:localhost/replica:0/task:0/device:GPU:3")
-    '/job:localhost/replica:0/task:0/device:CPU:0'
-    """
+    """The CPU of the process that drives `device`."""
     spec = tf.DeviceSpec.from_string(device)
     return spec.replace(device_type="CPU", device_index=0).to_string()
 
@@ -380,17 +341,14 @@ def _stored(variable: Any) -> Any:
 
 
 def shards_of(optimizer: keras.optimizers.Optimizer) -> ShardUpdates | None:
-    """What updates the shards of the strategy of `optimizer`; None: it has none."""
+    """The `ShardUpdates` of the strategy of `optimizer`, or None."""
     return getattr(strategy_of(optimizer).extended, "shards", None)
-
-
-# A shard of a mirrored weight, while an optimizer updates it.
 
 
 class ShardView:
     """Shard `part` of one replica's copy of a mirrored weight, while it is updated.
 
-    Looks like a variable to an optimizer. What is assigned stays here, as a tensor on
+    Acts as a variable for an optimizer. An assigned value stays here, as a tensor on
     the replica's device, until the shards of all replicas are gathered into the copies.
     """
 
@@ -404,31 +362,26 @@ class ShardView:
             self._value = piece_of(copy_.read_value(), variable.layout, part)
 
     def _distributed_container(self) -> ShardUpdatedVariable:
-        # By this Keras finds the slots that belong to the variable.
+        # Keras uses this to find the optimizer slots of the variable.
         return self.variable
 
     @property
     def dtype(self) -> tf.DType:
-        """The variable's."""
         return self._value.dtype
 
     @property
     def shape(self) -> tf.TensorShape:
-        """The shard's: flat."""
         return self._value.shape
 
     @property
     def device(self) -> str:
-        """The replica's."""
         return self.copy.device
 
     @property
     def name(self) -> str:
-        """The variable's."""
         return self.variable.name
 
     def value(self) -> tf.Tensor:
-        """The shard as it is by now."""
         return self._value
 
     read_value = value
@@ -437,7 +390,6 @@ class ShardView:
         return tf.convert_to_tensor(self._value, dtype=dtype, name=name)
 
     def assign(self, value: Any, **kwargs: Any) -> ShardView:
-        """Sets the shard."""
         if tf.compat.v1.get_default_graph() is not self.graph:
             raise ConfigurationError(
                 f"An optimizer updates {self.name!r} inside a conditional of its own, "
@@ -451,12 +403,10 @@ class ShardView:
         return self
 
     def assign_add(self, value: Any, **kwargs: Any) -> ShardView:
-        """Adds to the shard."""
         with tf.device(self.device):
             return self.assign(self._value + tf.cast(value, self.dtype))
 
     def assign_sub(self, value: Any, **kwargs: Any) -> ShardView:
-        """Subtracts from the shard."""
         with tf.device(self.device):
             return self.assign(self._value - tf.cast(value, self.dtype))
 

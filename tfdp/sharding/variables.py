@@ -1,15 +1,15 @@
-"""Variables of which every replica holds, or updates, a shard only.
+"""Variables of which every replica holds, or updates, only a shard.
 
-`ShardedVariable` has the whole shape outside and one flat shard per replica inside:
-optimizer slots, and with ZeRO stage 3 the weights. `ShardUpdatedVariable` is a mirrored
-weight whose update each replica computes for its shard only (stages 1 and 2).
+`ShardedVariable` has the whole shape for its users and stores one flat shard per
+replica: optimizer slots, and with ZeRO stage 3 the weights. `ShardUpdatedVariable` is a
+mirrored weight of which each replica updates only its shard (stages 1 and 2).
 
-What a read gives depends on where it stands:
+What a read returns:
 
-    within `shard_update`     the replica's own shard: an elementwise optimizer works on
-                              1 / N of the state without knowing it
-    in a replica              the whole tensor: an all-gather, whose gradient is a
-                              reduce-scatter (ShardedVariable), or the own copy
+    within `shard_update`     the replica's shard, so that an elementwise optimizer
+                              works on 1 / N of the state
+    in a replica              the whole tensor: an all-gather (its gradient: a
+                              reduce-scatter; ShardedVariable), or the replica's copy
     anywhere else             the whole tensor
 """
 
@@ -35,6 +35,7 @@ from tfdp._private.names import (
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.packing import own_piece, piece_of
 from tfdp.plan.shards import ShardLayout
+from tfdp.variables.local_view import in_replica_of
 from tfdp.variables.mirrored import ReplicaMirroredVariable, before_storing
 
 _local = threading.local()
@@ -42,11 +43,7 @@ _local = threading.local()
 
 @contextlib.contextmanager
 def shard_update(rank: Any) -> Iterator[None]:
-    """While this lasts, sharded variables read and assign the shard of replica `rank`
-    of this process.
-
-    Where one graph serves all replicas it is a tensor.
-    """
+    """Within this context, sharded variables read and assign the shard of `rank`."""
     before = updating_rank()
     _local.rank = rank
     try:
@@ -56,14 +53,13 @@ def shard_update(rank: Any) -> Iterator[None]:
 
 
 def updating_rank() -> Any:
-    """The replica whose shard is read and assigned; None outside of `shard_update`."""
+    """The `rank` of the current `shard_update`, or None."""
     return getattr(_local, "rank", None)
 
 
 @contextlib.contextmanager
 def read_instead(read: Callable[[Any], tf.Tensor]) -> Iterator[None]:
-    """While this lasts, `read(variable)` is what is read of sharded variables outside
-    of replicas: a file can then be written of something else than the whole."""
+    """Within this context, sharded variables read as `read(variable)`."""
     _local.read = read
     try:
         yield
@@ -71,13 +67,13 @@ def read_instead(read: Callable[[Any], tf.Tensor]) -> Iterator[None]:
         _local.read = None
 
 
-def _other_read() -> Callable[[Any], tf.Tensor] | None:
+def _read_override() -> Callable[[Any], tf.Tensor] | None:
     return getattr(_local, "read", None)
 
 
 @contextlib.contextmanager
 def noted_assignments() -> Iterator[dict[int, np.ndarray]]:
-    """Notes the whole values that sharded variables are given, by the variable's id."""
+    """Records whole values assigned to sharded variables, by the variable's id."""
     assigned: dict[int, np.ndarray] = {}
     _local.assigned = assigned
     try:
@@ -98,39 +94,27 @@ def _checked(value: Any, dtype: tf.DType, layout: ShardLayout) -> tf.Tensor:
     return tensor
 
 
-def refuse_gradient_of_shard(variable: ShardedVariable, gradient: tf.Tensor) -> None:
-    """Refuses for the gradient of what a replica read what is that of its shard.
-
-    Raises:
-      ConfigurationError: it has not the shape of the whole variable.
-    """
+def check_whole_gradient(variable: ShardedVariable, gradient: tf.Tensor) -> None:
+    """Refuses a gradient that has the shape of a shard, not of the whole variable."""
     if gradient.shape.is_compatible_with(variable.shape):
         return
     raise ConfigurationError(
-        f"The gradient of {variable.name!r}, of shape {variable.shape}, came as one of "
-        f"shape {gradient.shape}. The variable is stored in shards, and tf."
-        "recompute_grad, or a tf.custom_gradient that is given `variables`, takes the "
-        "gradient of the replica's shard for that of the whole. To compute again "
-        "instead of keeping activations use tfdp.remat(layer), which gathers the "
-        'weights again; or leave shard="parameters" out (shard="gradients" can stay).'
+        f"The gradient of {variable.name!r}, of shape {variable.shape}, has shape "
+        f"{gradient.shape}. The variable is stored in shards, and tf.recompute_grad or "
+        "a tf.custom_gradient with `variables` confuses the gradient of the replica's "
+        "shard with that of the whole. Use tfdp.remat(layer), which gathers the "
+        'weights again, or leave out shard="parameters" (shard="gradients" works).'
     )
 
 
 class ShardedVariable(DistributedVariable):
-    """A variable of which each replica stores one flat shard.
+    """A variable of which each replica stores one flat shard."""
 
-    Args:
-      strategy: the strategy it belongs to.
-      values: one shard per replica, variables of `layout.shard_elements` elements.
-      aggregation: as of every distributed variable.
-      layout: how the whole is cut.
-    """
-
-    #: Where whole tensors are cut; None: on the device of each shard.
+    #: The device that cuts whole tensors; None: the device of each shard.
     cutting_device: str | None = None
-    #: Whether layers see it in the type that they compute in.
+    #: Whether layers read it in their compute type.
     autocasts = False
-    #: What functions read of it that are traced for a SavedModel.
+    #: What functions traced for a SavedModel read instead.
     saved_model_stand_in: Any = None
 
     def __init__(
@@ -145,36 +129,27 @@ class ShardedVariable(DistributedVariable):
 
     @property
     def shape(self) -> tf.TensorShape:
-        """Of the whole variable."""
         return tf.TensorShape(self.layout.shape)
 
     def get_shape(self) -> tf.TensorShape:
-        """Of the whole variable."""
         return self.shape
 
     @property
     def handle(self) -> tf.Tensor:
-        """The shard's, in a replica; tapes ask for it, to know what a gradient is of.
-
-        Raises:
-          ConfigurationError: outside of replicas, where TensorFlow would take the first
-            shard for the whole.
-        """
+        """The shard's, in a replica: gradient tapes identify the variable by it."""
         if updating_rank() is None and not self._is_in_replica():
             raise ConfigurationError(
                 f"Variable {self.name!r} is stored in shards: each replica has a part "
-                "of it. A gradient with respect to it can be taken in a function that "
-                'strategy.run runs, and not outside; without shard="parameters" it can '
-                "be taken anywhere."
+                "of it. A gradient with respect to it can only be taken in a function "
+                'that strategy.run runs, or without shard="parameters".'
             )
         return super().handle
 
     def shard(self, rank: Any) -> Any:
-        """What a replica of this process stores, flat and padded."""
+        """A replica's stored variable (rank in this process), flat and padded."""
         return self._values[rank]
 
     def read_shard(self, rank: Any) -> tf.Tensor:
-        """The value of a replica's shard, flat and padded."""
         return self.shard(rank).read_value()
 
     def _get(self) -> Any:
@@ -183,25 +158,23 @@ class ShardedVariable(DistributedVariable):
             return self._values[rank]
         if self._is_in_replica():
             return self._read_in_replica()
-        read = _other_read()
+        read = _read_override()
         if read is not None:
             return read(self)
-        if is_tracing_saved_model():
-            return read_stand_in(self)
-        shards = read_shards(self._values)
+        if in_save_context() and not tf.executing_eagerly():
+            return _read_stand_in(self)
+        shards = _read_shards(self._values)
         return self._shards.whole(shards, self.layout, self.name)
 
     def _read_in_replica(self) -> tf.Tensor:
         return self.distribute_strategy.extended.read_sharded(self, current_rank())
 
     def value(self) -> tf.Tensor:
-        """The shard or the whole; see the top of this file."""
         return tf.convert_to_tensor(self._get())
 
     read_value = value
 
     def numpy(self) -> Any:
-        """The whole variable as an array."""
         return self.value().numpy()
 
     def _dense_var_to_tensor(
@@ -228,9 +201,7 @@ class ShardedVariable(DistributedVariable):
         return self
 
     def _is_in_replica(self) -> bool:
-        # Outside all scopes TensorFlow has a replica context, too: another strategy's.
-        context = tf.distribute.get_replica_context()
-        return context is not None and context.strategy is self.distribute_strategy
+        return in_replica_of(self.distribute_strategy)
 
     @property
     def _shards(self) -> Any:
@@ -257,9 +228,9 @@ class ShardedVariable(DistributedVariable):
     def _export_to_saved_model_graph(
         self, object_map: Any, tensor_map: Any, options: Any, **kwargs: Any
     ) -> list[Any]:
-        return export_stand_in(self, object_map, tensor_map)
+        return _export_stand_in(self, object_map, tensor_map)
 
-    # Files hold the whole variable, so any number of replicas, and none, can read them.
+    # Files hold the whole variable, so that any number of replicas can read them.
     def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
         return {"VARIABLE_VALUE": self.value()}
 
@@ -268,10 +239,7 @@ class ShardedVariable(DistributedVariable):
 
 
 class LocalShardVariable(ShardedVariable):
-    """A sharded variable that a replica always sees as its own shard.
-
-    Gradient accumulators: what is added to them, and made of them, are shards.
-    """
+    """A sharded variable that a replica always reads as its shard: an accumulator."""
 
     def _read_in_replica(self) -> tf.Tensor:
         return tf.convert_to_tensor(self._values[current_rank()])
@@ -280,7 +248,7 @@ class LocalShardVariable(ShardedVariable):
         tensor = tf.cast(value, self.dtype)
         if (
             not self._is_in_replica()
-            # Keras sets accumulators back to zeros of the whole shape.
+            # Keras resets accumulators to zeros of the whole shape.
             or tensor.shape != (self.layout.shard_elements,)
         ):
             return super()._update(update_fn, tensor, **kwargs)
@@ -288,34 +256,31 @@ class LocalShardVariable(ShardedVariable):
 
 
 class ShardUpdatedVariable(ReplicaMirroredVariable):
-    """A mirrored variable of which each replica updates its shard; see the top."""
+    """A mirrored variable of which each replica updates only its shard."""
 
     @property
     def layout(self) -> ShardLayout:
-        """How its updates are cut."""
         return self.distribute_strategy.extended.shards.layout_of(self)
 
     def _get(self) -> Any:
-        rank, read = updating_rank(), _other_read()
+        rank, read = updating_rank(), _read_override()
         if rank is None:
             return super()._get() if read is None else read(self)
         part = self.distribute_strategy.extended.shards.part_of(rank)
-        # An update on the host asks for the piece, not for the whole.
+        # An update on the host copies the piece, not the whole.
         with tf.device(self._values[rank].device):
             return piece_of(self._values[rank].read_value(), self.layout, part)
 
     def value(self) -> tf.Tensor:
-        """The shard or the whole; see the top of this file."""
         if self._is_read_as_stored():
             return super().value()
         return self._get()
 
     def numpy(self) -> Any:
-        """The whole variable as an array."""
         return self.value().numpy()
 
     def _is_read_as_stored(self) -> bool:
-        return updating_rank() is None and _other_read() is None
+        return updating_rank() is None and _read_override() is None
 
     def _dense_var_to_tensor(
         self, dtype: Any = None, name: Any = None, as_ref: bool = False
@@ -332,7 +297,7 @@ class ShardUpdatedVariable(ReplicaMirroredVariable):
 
 
 def shard_kind(variable: Any) -> type | None:
-    """How `variable` is sharded, as a class; None: replicas update the whole."""
+    """The sharded class of `variable`; None: replicas update the whole."""
     value = variable.value if isinstance(variable, keras.Variable) else variable
     for kind in (ShardedVariable, ShardUpdatedVariable):
         if isinstance(value, kind):
@@ -340,18 +305,15 @@ def shard_kind(variable: Any) -> type | None:
     return None
 
 
-# What a SavedModel holds of a sharded variable: one whole variable.
-#
-# TensorFlow traces the functions of a SavedModel once more while it writes the file.
-# What they read of a sharded variable then is its stand-in: a variable of the whole
-# shape that never gets a value, and so takes no memory. The file's value is the whole
-# of the shards.
+# A SavedModel holds one whole variable for a sharded one. While TensorFlow writes the
+# file it traces the functions again; these read a stand-in of the whole shape, which
+# never gets a value and takes no memory.
 
 
-def read_shards(shards: Sequence[tf.Variable]) -> list[tf.Tensor]:
-    """The values of shards, without a note in the graph of a function.
+def _read_shards(shards: Sequence[tf.Variable]) -> list[tf.Tensor]:
+    """The shards' values, without capturing the variables in a function's graph.
 
-    Keras puts every variable that a graph has noted into a SavedModel.
+    Keras puts every variable that a graph captured into a SavedModel.
     """
     if tf.executing_eagerly():
         return [tf.convert_to_tensor(shard) for shard in shards]
@@ -364,33 +326,21 @@ def read_shards(shards: Sequence[tf.Variable]) -> list[tf.Tensor]:
     return values
 
 
-def is_tracing_saved_model() -> bool:
-    """Whether the graph being built is one that a SavedModel will hold."""
-    return in_save_context() and not tf.executing_eagerly()
-
-
-def read_stand_in(variable: Any) -> tf.Tensor:
-    """The value of `variable` in a function that is traced for a SavedModel."""
+def _read_stand_in(variable: Any) -> tf.Tensor:
     if variable.saved_model_stand_in is None:
         variable.saved_model_stand_in = _without_value(variable)
     return variable.saved_model_stand_in.read_value()
 
 
-def export_stand_in(variable: Any, object_map: Any, tensor_map: Any) -> list[Any]:
-    """Puts a whole variable for `variable` into the graph of a SavedModel.
+def _export_stand_in(variable: Any, object_map: Any, tensor_map: Any) -> list[Any]:
+    """Puts a whole variable for the sharded `variable` into a SavedModel's graph.
 
-    Args:
-      variable: the sharded one.
-      object_map: from objects to those in the graph of the file.
-      tensor_map: from resources to those in the graph of the file.
-
-    Returns:
-      The resources by which functions may have captured it.
+    Returns the resources that functions may have captured for `variable`.
     """
     exported = _without_value(variable)
     object_map[variable] = exported
     stand_in = variable.saved_model_stand_in
-    if stand_in is None:  # no function of this file, nor of one before, reads it
+    if stand_in is None:  # no traced function reads it
         return []
     tensor_map[stand_in.handle] = exported.handle
     return [stand_in.handle]

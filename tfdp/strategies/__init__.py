@@ -1,1 +1,1 @@
-"""What a program makes: a strategy, and what TensorFlow asks of its inside."""
+"""Strategies, and the TensorFlow extended objects that implement them."""

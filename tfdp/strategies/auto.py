@@ -1,4 +1,4 @@
-"""`auto_strategy`: the strategy for what is there."""
+"""`auto_strategy`: picks the strategy for the hardware and cluster found."""
 
 from __future__ import annotations
 
@@ -19,29 +19,25 @@ from tfdp.plan.communication import (
 )
 from tfdp.plan.shards import Sharding, sharding_of
 from tfdp.strategies.data_parallel import DataParallelStrategy
-from tfdp.strategies.devices import (
-    find_devices,
-    first_devices,
-    use_virtual_devices,
-)
+from tfdp.strategies.devices import find_devices, first_devices, use_virtual_devices
 from tfdp.strategies.multi_host import MultiHostDataParallelStrategy
 from tfdp.strategies.startup_checks import IdleOptions
 from tfdp.strategies.tpu import TPUDataParallelStrategy
 
-# What cannot act, by what was found, and why.
+# Options that cannot take effect, by what was found, and why.
 ON_ONE_HOST = {
-    "wire_dtype": "it says how gradients travel between the cores of a TPU; nothing "
-    "is rounded within a host",
+    "wire_dtype": "it is the type of gradients between the cores of a TPU; nothing "
+    "is rounded within a host"
 }
 ON_SEVERAL_HOSTS = {
-    "wire_dtype": "it says how gradients travel between the cores of a TPU; between "
+    "wire_dtype": "it is the type of gradients between the cores of a TPU; between "
     "hosts it is communication=tfdp.Communication(wire_dtype=...)",
-    "pad_batches": "hosts take short batches as they are",
+    "pad_batches": "hosts take short batches unpadded",
 }
 ON_A_TPU = {
     "shard_group": "one process drives all cores",
     "offload": "the cores keep their state",
-    "devices_per_host": "a TPU has the cores that it has",
+    "devices_per_host": "the number of a TPU's cores is fixed",
 }
 
 
@@ -62,41 +58,37 @@ def auto_strategy(
 
     In one of several workers (`tfdp launch`, TF_CONFIG, Slurm, Kubernetes, MPI,
     torchrun) a `MultiHostDataParallelStrategy`; else, where the environment or a
-    device file speaks of a TPU, a `TPUDataParallelStrategy`; else all GPUs, or all
-    logical CPUs where there is none, as a `DataParallelStrategy`. `print(strategy)`
-    says which, and the first `fit` of a job does.
+    device file shows a TPU, a `TPUDataParallelStrategy`; else a `DataParallelStrategy`
+    on all GPUs, or all logical CPUs if there is none. `print(strategy)` and the first
+    `fit` of a job show which.
 
-    Options that act between hosts only have no effect on one host or a TPU, and the
-    first `fit` says so: `wire_dtype`, `compression`, `min_hosts`, `checksum` and the
-    engines "sockets" and "mpi" of `Communication`, `sync` of `DistributedOptimizer`.
+    Options between hosts have no effect on one host or a TPU, and the first `fit` says
+    so: `wire_dtype`, `compression`, `min_hosts`, `checksum` and the engines "sockets"
+    and "mpi" of `Communication`, `sync` of `DistributedOptimizer`.
 
     Args:
-      cpu_devices: on a machine without GPU and TPU and without a launcher, the logical
-        CPUs to split the processor into, at least 1, one replica each; None leaves
-        them as they are. Anywhere else it says nothing: workers take what
-        `tfdp launch --devices-per-worker` says.
-      devices_per_host: replicas of each process, at least 1: as many of the GPUs, or
-        logical CPUs where there is none. None takes all.
+      cpu_devices: without GPU, TPU and launcher, the number of logical CPUs to split
+        the processor into, at least 1, one replica each; None leaves them unchanged.
+        Ignored elsewhere.
+      devices_per_host: replicas of each process, at least 1: GPUs, or logical CPUs if
+        there is no GPU. None takes all.
       communication: how replicas and hosts exchange tensors; None for the defaults.
       shard: see `DataParallelStrategy`.
-      shard_group: see `MultiHostDataParallelStrategy`; on one host both are the same.
+      shard_group: see `MultiHostDataParallelStrategy`; no effect on one host.
       shard_min_bytes: see `DataParallelStrategy`.
       offload: see `DataParallelStrategy`.
       draws_per_replica: see `DataParallelStrategy`.
-      pad_batches: see `DataParallelStrategy` and `TPUDataParallelStrategy`, whose
-        default None takes.
+      pad_batches: see `DataParallelStrategy` and `TPUDataParallelStrategy`; None takes
+        their default.
       wire_dtype: see `TPUDataParallelStrategy`.
 
     Raises:
-      ClusterError: when the environment names a cluster incompletely or contradicts
-        itself.
-      ConfigurationError: when an option is not as above, or cannot act on what was
-        found (docs/options.md), or `cpu_devices` and `devices_per_host` say two numbers
-        of logical CPUs.
-      DeviceError: when there are fewer GPUs than `devices_per_host`, or TensorFlow has
-        already started with another number of logical CPUs.
-      TPUError: when there are signs of a TPU that cannot be used; it says which, and
-        what to do.
+      ClusterError: for an incomplete or contradictory cluster in the environment.
+      ConfigurationError: for a bad option, or one without effect here
+        (docs/options.md), or if `cpu_devices` and `devices_per_host` differ.
+      DeviceError: if there are fewer GPUs than `devices_per_host`, or TensorFlow has
+        started with another number of logical CPUs.
+      TPUError: if there are signs of a TPU that cannot be used, with what to do.
 
     ```python
     import tfdp
@@ -116,7 +108,7 @@ def auto_strategy(
         "wire_dtype": wire_dtype,
         "devices_per_host": devices_per_host,
     }
-    options = {name: value for name, value in given.items() if _says(name, value)}
+    options = {name: v for name, v in given.items() if not _is_default(name, v)}
     for name, number in (
         ("cpu_devices", cpu_devices),
         ("devices_per_host", devices_per_host),
@@ -138,7 +130,7 @@ def auto_strategy(
         on_tpu.idle_options = IdleOptions("a TPU", idle)
         return on_tpu
     _refuse(options, ON_ONE_HOST, "one host")
-    # All replicas are of this host, so both groups of shards are the same.
+    # All replicas are on this host, so both groups of shards are equal.
     sharding = sharding_of(
         shard, group=shard_group, min_bytes=shard_min_bytes, offload=offload
     )
@@ -152,15 +144,14 @@ def auto_strategy(
     return strategy
 
 
-def _says(name: str, value: Any) -> bool:
-    """Whether an option is not at its default, which says nothing."""
+def _is_default(name: str, value: Any) -> bool:
     default = inspect.signature(auto_strategy).parameters[name].default
-    # 0 is no False, and 1 no True: what was given wrongly is for the strategy to say.
-    return type(value) is not type(default) or value != default
+    # 0 is not False, and 1 not True: the strategy checks wrong types.
+    return type(value) is type(default) and value == default
 
 
 def _without_bounds(communication: Communication) -> Communication:
-    """The same with default bounds: the cores of a TPU wait for no worker."""
+    """`communication` with default timeouts: TPU cores wait for no worker."""
     defaults = Communication()
     return dataclasses.replace(
         communication,
@@ -174,15 +165,15 @@ def _refuse(options: dict[str, Any], reasons: dict[str, str], where: str) -> Non
     for name, why in reasons.items():
         if name in options:
             raise ConfigurationError(
-                f"auto_strategy({name}={options[name]!r}) cannot act here, on {where}: "
-                f"{why}. Leave it out."
+                f"auto_strategy({name}={options[name]!r}) has no effect here, on "
+                f"{where}: {why}. Leave it out."
             )
 
 
 def _own_devices(
     cluster: Cluster | None, devices_per_host: int | None, cpu_devices: int | None
 ) -> list[str] | None:
-    """The devices of one host alone; None: all that there are."""
+    """The devices of a single host; None: all of them."""
     count = devices_per_host
     if count is None and cluster is not None:
         count = cluster.devices_per_worker
@@ -190,7 +181,7 @@ def _own_devices(
         if None not in (cpu_devices, devices_per_host) and cpu_devices != count:
             raise ConfigurationError(
                 f"auto_strategy(cpu_devices={cpu_devices}, "
-                f"devices_per_host={devices_per_host}) says two numbers of logical "
+                f"devices_per_host={devices_per_host}) gives two numbers of logical "
                 "CPUs, as there is no GPU here. Leave one of them out, or give both "
                 "the same number."
             )
@@ -198,4 +189,4 @@ def _own_devices(
         return None if cpus is None else use_virtual_devices(cpus)
     if count is None:
         return None
-    return first_devices(count, find_devices(), f"{count} devices were asked for")
+    return first_devices(count, find_devices(), f"{count} devices requested")

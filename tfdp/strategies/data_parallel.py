@@ -1,4 +1,4 @@
-"""`DataParallelStrategy`: the one line that makes `model.fit` data-parallel."""
+"""`DataParallelStrategy`: makes `model.fit` data-parallel on one host."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ from tfdp.strategies.devices import find_devices
 from tfdp.strategies.extended import DataParallelExtended
 from tfdp.strategies.hierarchical import HierarchicalAllReduce
 from tfdp.strategies.keras_backend import check_keras_backend
-from tfdp.strategies.replica_strategy import (
-    ReplicaContextStrategy,
-)
+from tfdp.strategies.replica_strategy import ReplicaContextStrategy
 from tfdp.strategies.startup_checks import warn_of_unchecked_versions
 from tfdp.strategies.unused import note_made
 
@@ -39,35 +37,33 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
 
         g = (1 / N) sum_r grad L_r(w),    w <- update(w, g)
 
-    on every replica alike. To Keras and TensorFlow it is a
-    `tf.distribute.MirroredStrategy`; gradients, though, are reduced and applied
-    within each replica, in buckets, while backprop still runs.
+    identically on every replica. To Keras and TensorFlow it is a
+    `tf.distribute.MirroredStrategy`, but gradients are reduced and applied within each
+    replica, in buckets, while backprop still runs.
 
     Args:
       devices: names of the devices, one replica each, such as `["GPU:0", "GPU:1"]`;
-        None takes all GPUs, or all logical CPUs where there is no GPU.
+        None takes all GPUs, or all logical CPUs if there is no GPU.
       communication: how replicas exchange tensors; None for the defaults.
-      shard: what each replica holds 1 / N of only: "none" (0), "optimizer" (1: its
-        state), "gradients" (2: and gradients), "parameters" (3: and weights). The
-        numbers are the stages of ZeRO. A `tfdp.Sharding` says it all in one value.
+      shard: what each replica holds only 1 / N of, as the stages of ZeRO: "none" (0),
+        "optimizer" (1: its state), "gradients" (2: and gradients), "parameters" (3: and
+        weights). Or a `tfdp.Sharding`.
       shard_min_bytes: variables below this size are not sharded.
-      offload: "optimizer": the sharded state of the optimizer stays in the memory of
-        the host, whose CPU updates it; see docs/sharding.md. "none": on the devices.
+      offload: "optimizer": the sharded optimizer state stays in host memory, where the
+        CPU updates it; see docs/sharding.md. "none": on the devices.
       draws_per_replica: True: dropout, noise and augmentation layers draw differently
-        on every replica, reproducibly from their seed. False: identical draws, as
-        stock TensorFlow makes them.
-      pad_batches: True: short batches are filled up with rows that count for nothing,
-        so that all have one size and `jit_compile=True` compiles once. A number is the
-        global batch size, for data that do not tell it.
-      alone: True: trains without the others where a launcher has started several
-        workers. False: such a process is refused, because each worker would train a
-        model of its own; `tfdp.auto_strategy` joins them.
+        on every replica, reproducibly from their seed. False: identical draws.
+      pad_batches: True: short batches are padded with rows that have no effect, so that
+        all have one size and `jit_compile=True` compiles once. A number is the global
+        batch size, for data that do not state it.
+      alone: True: each worker of a launcher trains its own model. False: refused there;
+        `tfdp.auto_strategy` trains one model on all workers.
 
     Raises:
-      ConfigurationError: when an argument is not as above or cannot act on one host
-        (docs/options.md), in one of several workers, or when Keras' backend is not
+      ConfigurationError: for an argument that is bad or has no effect on one host
+        (docs/options.md), in one of several workers, or if Keras' backend is not
         TensorFlow.
-      DeviceError: when a device does not exist or is named twice.
+      DeviceError: if a device does not exist or is given twice.
 
     Cost: per step and replica about 2 n (N - 1) / N bytes for n bytes of gradients;
     3 n (N - 1) / N with shard="parameters" and `tfdp.remat`.
@@ -83,7 +79,7 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
     ```
     """
 
-    #: Who may share shards here; see `Sharding.group`.
+    #: Allowed values of `Sharding.group`.
     shard_groups: tuple[str, ...] = ("all",)
 
     def __init__(
@@ -106,7 +102,7 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
         if self._sharding.group not in self.shard_groups:
             raise ConfigurationError(
                 "Sharding(group='host') keeps shards within each of several hosts, and "
-                "a DataParallelStrategy is one host alone. Leave group out, or use "
+                "a DataParallelStrategy is one host. Leave group out, or use "
                 "tfdp.MultiHostDataParallelStrategy."
             )
         self.pad_batches = check_pad_batches(pad_batches)
@@ -126,7 +122,7 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
         self, communication: Communication
     ) -> HierarchicalAllReduce:
         refuse_idle_options(communication, hosts=1)
-        # What is reduced outside of replicas is no gradient.
+        # Reductions outside replicas are not of gradients.
         return HierarchicalAllReduce(uncompressed(communication))
 
     def _make_extended(
@@ -137,9 +133,8 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
         draws_per_replica: bool,
     ) -> DataParallelExtended:
         refuse_compressed_shards(communication, self.shard, hosts=1)
-        self._pipeline = self.pipeline_of(
-            cross_device_ops.pipeline(devices), communication
-        )
+        pipeline = cross_device_ops.pipeline(devices)
+        self._pipeline = self.pipeline_of(pipeline, communication)
         return DataParallelExtended(
             self,
             devices,
@@ -152,23 +147,17 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
     def pipeline_of(
         self, pipeline: GradientPipeline, communication: Communication
     ) -> GradientPipeline:
-        """What moves tensors between replicas, made of what moves them outside."""
+        """The pipeline within replicas, given the one that reduces outside them."""
         if communication.compression is None:
             return pipeline
         return GradientPipeline(pipeline.engine, communication)
 
     def from_chief(self, value: np.ndarray, label: str = "value") -> np.ndarray:
-        """The first host's `value`, on every host, which all must ask for.
-
-        Args:
-          value: an array of numbers, of one shape and type on all hosts.
-          label: names the exchange in errors.
-        """
+        """The first host's array, on every host; all of them must call it."""
         return value
 
     @property
     def communication(self) -> Communication:
-        """How replicas exchange tensors."""
         return self._pipeline.communication
 
     @property
@@ -186,19 +175,11 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
         return self._pipeline.engine.in_words
 
     def plan(self, gradients: Sequence[tf.Tensor]) -> tuple[Bucket, ...]:
-        """The buckets in which `gradients` travel.
-
-        Args:
-          gradients: tensors in the order of their variables; shapes and types count.
-
-        Returns:
-          One `Bucket` for each exchange, in the order of launch.
-        """
+        """The buckets for `gradients`, in the order of their exchanges."""
         return self._pipeline.plan(gradients)
 
     @property
     def shard_min_bytes(self) -> int:
-        """Variables below this size are not sharded."""
         return self._sharding.min_bytes
 
     @property
@@ -208,21 +189,15 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
 
 
 def refuse_among_workers() -> None:
-    """Refuses a strategy of one process where a launcher has started several.
-
-    Raises:
-      ConfigurationError: with what to use in its place.
-    """
+    """Refuses a strategy of one process if a launcher has started several."""
     try:
         cluster = find_cluster()
     except ClusterError:
-        return  # nobody knows of others: a batch script without its job step, perhaps
+        return  # unknown: a batch script without its job step, perhaps
     if cluster is not None and cluster.workers > 1:
         raise ConfigurationError(
             f"This process is worker {cluster.rank} of {cluster.workers} "
-            f"({cluster.source}), and a DataParallelStrategy trains on one host alone: "
-            "each worker would train a model of its own, and they would never meet. "
-            "Use tfdp.auto_strategy(), which takes all workers, or "
-            "tfdp.MultiHostDataParallelStrategy(). For a model of each worker's own: "
-            "DataParallelStrategy(alone=True)."
+            f"({cluster.source}), and a DataParallelStrategy trains on one host. Use "
+            "tfdp.auto_strategy() or tfdp.MultiHostDataParallelStrategy() to train one "
+            "model on all workers, DataParallelStrategy(alone=True) for one on each."
         )

@@ -1,4 +1,4 @@
-"""Devices: how many there are, which to train on, and logical CPUs for laptops."""
+"""Devices to train on, and logical CPUs for laptops."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def use_virtual_devices(count: int) -> list[str]:
       Their names, `["CPU:0", "CPU:1", ...]`.
 
     Raises:
-      ConfigurationError: when `count` is not as above.
-      DeviceError: when TensorFlow has already started with another number.
+      ConfigurationError: for a bad `count`.
+      DeviceError: if TensorFlow has already started with another number.
 
     ```python
     import tfdp
@@ -59,20 +59,20 @@ def use_virtual_devices(count: int) -> list[str]:
         raise DeviceError(
             f"use_virtual_devices({count}) came too late: TensorFlow has already "
             f"started with {present} logical CPU(s), and devices are fixed then. Call "
-            "it before the first tensor, model or strategy is made (right after the "
+            "it before creating a tensor, model or strategy (right after the "
             f"imports).{restart_in_words()}"
         ) from error
     return names
 
 
 def add_waiting_thread() -> None:
-    """Gives TensorFlow one thread more than backprop keeps busy.
+    """Gives TensorFlow one inter-op thread more than backprop uses.
 
-    An exchange between hosts holds one while it waits for the network. By default there
-    are as many as cores. Where replicas share cores each of them needs one: a thread
-    goes down a chain of gradients and leaves those of weights for later, so that with
-    too few the first gradients come last, and no exchange is hidden. Nothing is
-    changed where the number was set, or TensorFlow has started already.
+    An exchange between hosts blocks one while it waits for the network. The default is
+    one per core. Replicas that share cores need one each: a thread follows a chain of
+    gradients and leaves those of weights for later, so with too few threads the first
+    gradients come last, and no exchange overlaps. Changes nothing if the number is set
+    or TensorFlow has started.
     """
     threading = tf.config.threading
     is_set = threading.get_inter_op_parallelism_threads() != 0
@@ -86,10 +86,7 @@ def add_waiting_thread() -> None:
 
 
 def unseen_gpus() -> str | None:
-    """What to do about GPUs that the driver sees and TensorFlow does not.
-
-    None: there are none.
-    """
+    """A message about GPUs that the driver sees and TensorFlow does not, or None."""
     return explain_unseen_gpus(
         driver_gpus(),
         len(tf.config.list_physical_devices("GPU")),
@@ -100,24 +97,17 @@ def unseen_gpus() -> str | None:
 
 @functools.cache
 def _warn_of_unseen_gpus() -> None:
-    said = unseen_gpus()
-    if said is not None:
-        warnings.warn(said, DeviceWarning, stacklevel=4)
+    message = unseen_gpus()
+    if message is not None:
+        warnings.warn(message, DeviceWarning, stacklevel=4)
 
 
-def first_devices(count: int | None, found: Sequence[str], asked: str) -> list[str]:
-    """So many of the devices that were found; None: all of them.
-
-    Args:
-      asked: what asks for so many, in words.
-
-    Raises:
-      DeviceError: there are fewer.
-    """
+def first_devices(count: int | None, found: Sequence[str], request: str) -> list[str]:
+    """The first `count` devices; None: all. `request`: quoted in the error."""
     if count is not None and len(found) < count:
         raise DeviceError(
-            f"{asked}, but this host has {len(found)}: {', '.join(found)}. Ask for as "
-            "many as there are, or leave it out to use all."
+            f"{request}, but this host has {len(found)}: {', '.join(found)}. Request "
+            "at most that number, or leave it out to use all."
         )
     return list(found[:count])
 
@@ -125,24 +115,13 @@ def first_devices(count: int | None, found: Sequence[str], asked: str) -> list[s
 def find_devices(devices: Sequence[str] | None = None) -> tuple[str, ...]:
     """Full names of the devices to train on, one per replica.
 
-    Args:
-      devices: names such as "GPU:0" or "/device:CPU:1"; None takes all GPUs, or all
-        logical CPUs where there is no GPU.
-
-    Raises:
-      DeviceError: when a name is unknown, or stands there twice.
-      ConfigurationError: when `devices` is empty or not a list of names.
+    `devices`: such as "GPU:0" or "/device:CPU:1"; None takes all GPUs, or all logical
+    CPUs if there is no GPU.
     """
-    present = [
-        device
-        for kind in ("GPU", "CPU")
-        for device in tf.config.list_logical_devices(kind)
-    ]
+    gpus, cpus = map(tf.config.list_logical_devices, ("GPU", "CPU"))
     if devices is None:
         _warn_of_unseen_gpus()
-        gpus = [d.name for d in present if d.device_type == "GPU"]
-        chosen = gpus or [d.name for d in present if d.device_type == "CPU"]
-        return tuple(_full_name(name) for name in chosen)
+        return tuple(_full_name(device.name) for device in gpus or cpus)
     is_names = isinstance(devices, (list, tuple)) and all(
         isinstance(name, str) for name in devices
     )
@@ -151,11 +130,11 @@ def find_devices(devices: Sequence[str] | None = None) -> tuple[str, ...]:
             "devices must be None or a non-empty list of device names such as "
             f"['GPU:0', 'GPU:1']. Received: {devices!r}."
         )
-    known = {_full_name(device.name) for device in present}
+    present = {_full_name(device.name) for device in [*gpus, *cpus]}
     full_names = tuple(_full_name(name) for name in devices)
     for given, name in zip(devices, full_names, strict=True):
-        if name not in known:
-            short = sorted(n.rsplit("device:", 1)[1] for n in known)
+        if name not in present:
+            short = sorted(n.rsplit("device:", 1)[1] for n in present)
             raise DeviceError(
                 f"There is no device {given!r}. Present: {', '.join(short)}. For more "
                 "logical CPUs call tfdp.use_virtual_devices(n) before TensorFlow "
@@ -163,8 +142,8 @@ def find_devices(devices: Sequence[str] | None = None) -> tuple[str, ...]:
             )
     if len(set(full_names)) != len(full_names):
         raise DeviceError(
-            f"A device stands twice in devices={list(devices)}. Each replica needs a "
-            "device of its own."
+            f"A device is repeated in devices={list(devices)}. Each replica needs its "
+            "own device."
         )
     return full_names
 
@@ -176,9 +155,7 @@ def _full_name(name: str) -> str:
         raise DeviceError(
             f"{name!r} is not a device name. Write for example 'GPU:0' or 'CPU:1'."
         ) from error
-    # This process has another name than "localhost" among TensorFlow's collectives.
+    # With TensorFlow's collectives the job is not called "localhost".
     base = tf.DeviceSpec.from_string(tf.config.list_logical_devices("CPU")[0].name)
-    kind = (spec.device_type or "CPU").upper()
-    return base.replace(
-        device_type=kind, device_index=spec.device_index or 0
-    ).to_string()
+    kind, index = (spec.device_type or "CPU").upper(), spec.device_index or 0
+    return base.replace(device_type=kind, device_index=index).to_string()

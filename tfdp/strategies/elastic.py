@@ -1,7 +1,7 @@
-"""What `MultiHostDataParallelStrategy` does where hosts may die and come back.
+"""`MultiHostDataParallelStrategy` with `Communication(min_hosts=...)`: elastic hosts.
 
-`Communication(min_hosts=...)`: to TensorFlow and Keras each host is then alone with its
-replicas; see `tfdp.hosts.elastic_group` for what is between them.
+To TensorFlow and Keras each host trains its own replicas only; see
+`tfdp.hosts.elastic_group` for the exchanges between hosts.
 """
 
 from __future__ import annotations
@@ -28,17 +28,12 @@ from tfdp.plan.communication import Communication
 def join_elastic_hosts(
     cluster: Cluster, communication: Communication, settings: Mapping[str, Any]
 ) -> ElasticHosts:
-    """Meets the other hosts, or those that train already.
-
-    Raises:
-      ConfigurationError: there is no address to meet at.
-      CollectiveError: the others did not come in time, or have other settings.
-    """
+    """Connects to the other hosts, or joins those that train already."""
     if cluster.coordinator is None or communication.min_hosts is None:
         raise ConfigurationError(
-            f"{cluster.source} tells ranks but no address of worker 0, and hosts that "
-            "may die meet over sockets. Set TFDP_COORDINATOR to its 'host:port' for "
-            "all workers."
+            f"{cluster.source} gives ranks but no address of worker 0, and elastic "
+            "hosts connect by sockets. Set TFDP_COORDINATOR to its 'host:port' for all "
+            "workers."
         )
     warn_without_key(cluster)
     hosts = ElasticHosts(
@@ -57,25 +52,16 @@ def join_elastic_hosts(
 
 
 def refuse_exchange(label: str) -> None:
-    """Refuses what needs all hosts at one moment.
-
-    Raises:
-      ConfigurationError: always.
-    """
+    """Refuses an exchange that needs all hosts at one moment."""
     raise ConfigurationError(
-        f"All hosts would have to come together ({label}), and with "
+        f"This exchange ({label}) needs all hosts at one moment, and with "
         "Communication(min_hosts=...) they may be at different steps, or dead. Leave "
-        "out what asks for it (a checkpoint of all hosts, a comparison of replicas, a "
-        "barrier), or min_hosts."
+        "out what needs it (a checkpoint, a comparison, a barrier), or min_hosts."
     )
 
 
 def own_share(dataset: Any, cluster: Cluster, hosts: ElasticHosts) -> Any:
-    """The rows of this host's place of every batch that `fit` trains on.
-
-    The share of a host that is away is read by nobody. What is evaluated or predicted
-    is read as a whole by every host.
-    """
+    """This host's rows of every batch of `fit`; all rows for evaluate or predict."""
     fit = frames.training_input_of_caller()
     if fit is None or not isinstance(dataset, tf.data.Dataset):
         return dataset
@@ -86,21 +72,16 @@ def own_share(dataset: Any, cluster: Cluster, hosts: ElasticHosts) -> Any:
 
 
 class _FitAmongHosts:
-    """Tells others where this `fit` is, and ends it where theirs ends.
-
-    Args:
-      fit: what Keras' `fit` holds.
-      hosts: this host among the others.
-    """
+    """Announces the position of this `fit` to the group, and ends it with theirs."""
 
     def __init__(self, fit: Mapping[str, Any], hosts: ElasticHosts):
         self._hosts, self._model = hosts, fit["self"]
         self._epochs = int(fit["epochs"])
         self._loop = frames.loop_of_caller()
         self._epoch_of_program = initial_epoch(self._model)
-        #: By how many batches the group is further than this fit's own count.
+        #: Batches by which the group is ahead of this fit's own count.
         self._ahead = 0
-        self._told: tuple[int, int] | None = None
+        self._announced: tuple[int, int] | None = None
         first = self._epoch_of_program or int(fit["initial_epoch"] or 0)
         if hosts.comes_back:
             place = hosts.place_of_group()
@@ -111,26 +92,24 @@ class _FitAmongHosts:
         watch_loop(self._loop, first, self._goes_on)
 
     def _goes_on(self, epoch: int, batch: int) -> bool:
-        """Before each step; False ends the training."""
-        # `fit` has read it, and Keras would keep it for every later one.
+        """Called before each step; False ends the training."""
+        # `fit` has read the initial epoch; Keras would keep it for every later call.
         set_initial_epoch(self._model, self._epoch_of_program)
         batches = self._loop.num_batches
         if not batches:
-            return True  # not known in the first pass over some pipelines
-        if self._told is not None and self._hosts.place != self._told:
-            # This host has come in meanwhile, and stands where its peer stood.
+            return True  # unknown in the first pass over some pipelines
+        if self._announced is not None and self._hosts.place != self._announced:
+            # This host has joined meanwhile, at its peer's position.
             self._ahead += _number(self._hosts.place, batches)
-            self._ahead -= _number(self._told, batches)
+            self._ahead -= _number(self._announced, batches)
         mine = epoch * batches + batch + self._ahead
-        self._told = self._hosts.place = divmod(mine, batches)
+        self._announced = self._hosts.place = divmod(mine, batches)
         left = self._epochs * batches - mine
-        if left <= self._model.steps_per_execution and self._ahead:
-            # Keras looks behind the steps; before the next one it has begun an epoch.
+        # Keras checks after the steps; before the next one it has begun an epoch.
+        is_last = left <= self._model.steps_per_execution and self._ahead
+        if is_last or left <= 0:
             self._model.stop_training = True
-        if left > 0:
-            return True
-        self._model.stop_training = True
-        return False
+        return left > 0
 
 
 def _number(place: tuple[int, int], batches: int) -> int:

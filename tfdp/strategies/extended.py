@@ -1,9 +1,8 @@
-"""The strategy's inside, as TensorFlow wants it: a `MirroredExtended` that never
-leaves the replica context while a graph is built.
+"""A `MirroredExtended` that stays in replica context while a graph is built.
 
 Stock MirroredStrategy stops all replicas at every reduction and update (`merge_call`),
-which cannot happen inside conditionals. Here replicas reduce and update on their own,
-so Keras' accumulation, EMA overwrite and steps_per_execution work as written.
+which cannot happen inside conditionals. Here each replica reduces and updates by
+itself, so Keras' accumulation, EMA overwrite and steps_per_execution work unchanged.
 """
 
 from __future__ import annotations
@@ -13,20 +12,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp._private.names import (
-    MirroredExtended,
-    MirroredVariable,
-    PerReplica,
-    SyncOnReadVariable,
-    current_rank,
-    own_copy,
-)
+from tfdp._private import names
 from tfdp.exchange.reducer import Reducer
 from tfdp.plan.shards import Sharding
-from tfdp.sharding.updates import (
-    SHARD_CLASSES,
-    ShardUpdates,
-)
+from tfdp.sharding.updates import SHARD_CLASSES, ShardUpdates
 from tfdp.sharding.variables import ShardedVariable
 from tfdp.step.local_run import refuse_in_local_run
 from tfdp.step.sums import is_made_of_shards, refuse_sum_of_shards
@@ -34,7 +23,7 @@ from tfdp.strategies.replica_extended import ReplicaExtended
 from tfdp.tracing.effect_order import ReplicaEffects, suspect_shared
 from tfdp.tracing.run import ReplicaRun
 from tfdp.tracing.trace_order import EagerOrder
-from tfdp.variables.global_seed import draws_apart, with_global_seed
+from tfdp.variables.global_seed import independent_draws, with_global_seed
 from tfdp.variables.local_view import LocalView
 from tfdp.variables.mirrored import (
     ReplicaMirroredVariable,
@@ -44,17 +33,10 @@ from tfdp.variables.mirrored import (
 from tfdp.variables.own_values import OwnSumVariable
 
 
-class DataParallelExtended(ReplicaExtended, MirroredExtended):
-    """`MirroredExtended` that reduces and updates in replica context.
+class DataParallelExtended(ReplicaExtended, names.MirroredExtended):
+    """`MirroredExtended` that reduces and updates in replica context."""
 
-    Args:
-      strategy: the strategy it belongs to.
-      devices: full device names, one per replica.
-      reducer: moves tensors between replicas in replica context.
-      cross_device_ops: reduces in cross-replica context, and in eager mode.
-      draws_per_replica: whether random layers draw apart on every replica.
-      sharding: what each replica holds a shard of only.
-    """
+    replica_classes = ReplicaMirroredVariable, OwnSumVariable, SeedVariable
 
     def __init__(
         self,
@@ -73,13 +55,11 @@ class DataParallelExtended(ReplicaExtended, MirroredExtended):
         self.current_run = ReplicaRun(len(devices))
         self.remember_made()
         self._draws_per_replica = draws_per_replica
-        super().__init__(
-            strategy, devices=list(devices), cross_device_ops=cross_device_ops
-        )
+        super().__init__(strategy, list(devices), cross_device_ops)
 
     def update_own_copy(self, variable: Any, fn: Callable, value: Any) -> None:
-        """Calls `fn(component, value)` with the calling replica's own component."""
-        component = own_copy(variable, current_rank())
+        """Calls `fn(component, value)` with the calling replica's component."""
+        component = names.own_copy(variable, names.current_rank())
         with tf.device(component.device):
             fn(component, value)
 
@@ -94,15 +74,15 @@ class DataParallelExtended(ReplicaExtended, MirroredExtended):
         return result
 
     def _make_collective_ops_with_fallbacks(self) -> tf.distribute.CrossDeviceOps:
-        # The stock collectives share one set of keys among all strategies of the
-        # process, which poisons the second one. Ours have keys of their own.
+        # The stock collectives share their keys among all strategies of the process,
+        # which breaks the second one.
         return self._cross_device_ops
 
     def _get_cross_device_ops(self, value: Any) -> tf.distribute.CrossDeviceOps:
         return self._cross_device_ops
 
     def _use_merge_call(self) -> bool:
-        # Eager replicas run one after the other: nothing can be exchanged within one.
+        # Eager replicas run one after the other: they cannot exchange while they run.
         return tf.executing_eagerly()
 
     def _call_for_each_replica(self, fn: Callable, args: Any, kwargs: Any) -> Any:
@@ -110,9 +90,8 @@ class DataParallelExtended(ReplicaExtended, MirroredExtended):
             self.current_run.eager_order = EagerOrder()
         else:
             self.begin_run()
-        with draws_apart(
-            self.first_draw if self._draws_per_replica else None
-        ) as draw_as:
+        first_draw = self.first_draw if self._draws_per_replica else None
+        with independent_draws(first_draw) as draw_as:
             effects = ReplicaEffects()
             fn = effects.seen(with_global_seed(fn, draw_as))
             result = super()._call_for_each_replica(fn, args, kwargs)
@@ -124,7 +103,7 @@ class DataParallelExtended(ReplicaExtended, MirroredExtended):
     def _replica_ctx_all_reduce(
         self, reduce_op: Any, value: Any, options: Any = None
     ) -> Any:
-        value = _to_reduce(self.current_run, current_rank(), reduce_op, value)
+        value = _to_reduce(self.current_run, names.current_rank(), reduce_op, value)
         if tf.executing_eagerly():
             return super()._replica_ctx_all_reduce(reduce_op, value, options)
         refuse_in_local_run(self.current_run)
@@ -133,7 +112,7 @@ class DataParallelExtended(ReplicaExtended, MirroredExtended):
     def batch_reduce_to(
         self, reduce_op: Any, value_destination_pairs: Any, options: Any = None
     ) -> Any:
-        # Eager replicas come here, and not to `_replica_ctx_all_reduce`.
+        # Eager replicas use this instead of `_replica_ctx_all_reduce`.
         if tf.executing_eagerly():
             value_destination_pairs = [
                 (_parts_to_reduce(self.current_run, reduce_op, value), destinations)
@@ -153,23 +132,22 @@ class DataParallelExtended(ReplicaExtended, MirroredExtended):
                     value = self._common_start(value, kwargs)
                     return shards.make(shard_class, next_creator, kwargs, value)
         variable = super()._create_variable(next_creator, **kwargs)
-        if type(variable) is SyncOnReadVariable:
+        if type(variable) is names.SyncOnReadVariable:
             return ReplicaOnReadVariable(
                 variable.distribute_strategy, variable.values, variable.aggregation
             )
-        if type(variable) is not MirroredVariable:
+        if type(variable) is not names.MirroredVariable:
             return variable
-        own = self.has_own_sums(kwargs)
-        plain = OwnSumVariable if own else ReplicaMirroredVariable
-        return self.made_for_replicas(variable, shard_class, plain, SeedVariable)
+        return self.made_for_replicas(variable, shard_class, kwargs)
 
     def _get_variable_creator_initial_value(
         self, replica_id: int, device: Any, primary_var: Any, **kwargs: Any
     ) -> Any:
-        """What a copy starts as: in a graph the one draw that all copies start as.
+        """The initial value of a copy: in a graph, one draw for all copies.
 
-        TensorFlow's further copies read the first one. What reads a variable cannot be
-        moved out of a `tf.function` that makes it, and XLA compiles no such function.
+        TensorFlow initializes further copies from the first one. Ops that read a
+        variable cannot be lifted out of the `tf.function` that creates it, and XLA does
+        not compile such functions.
         """
         if not tf.executing_eagerly():
             return kwargs["initial_value"]
@@ -178,12 +156,12 @@ class DataParallelExtended(ReplicaExtended, MirroredExtended):
         )
 
     def _common_start(self, value: tf.Tensor, kwargs: dict[str, Any]) -> tf.Tensor:
-        """The value that a variable stored in shards starts as on all hosts."""
+        """The initial value, on all hosts, of a variable stored in shards."""
         return value
 
 
 def _to_reduce(run: ReplicaRun, rank: Any, reduce_op: Any, value: Any) -> Any:
-    """What a replica brings to a reduction of the program: of own rows alone."""
+    """A replica's input to a user's reduction, without dummy rows."""
     refuse_sum_of_shards(run, rank, value)
     if reduce_op != tf.distribute.ReduceOp.SUM:
         return value
@@ -196,10 +174,12 @@ def _to_reduce(run: ReplicaRun, rank: Any, reduce_op: Any, value: Any) -> Any:
 
 
 def _parts_to_reduce(run: ReplicaRun, reduce_op: Any, value: Any) -> Any:
-    """`_to_reduce` of each replica's part of `value`."""
-    if not isinstance(value, PerReplica):
-        # That of a host's only replica comes as it is.
+    """`_to_reduce` for each replica's part of `value`."""
+    if not isinstance(value, names.PerReplica):
+        # A host's only replica passes a plain tensor.
         is_its_own = tf.is_tensor(value) and len(run.owns_rows or ()) == 1
         return _to_reduce(run, 0, reduce_op, value) if is_its_own else value
     parts = enumerate(value.values)
-    return PerReplica([_to_reduce(run, rank, reduce_op, part) for rank, part in parts])
+    return names.PerReplica(
+        [_to_reduce(run, rank, reduce_op, part) for rank, part in parts]
+    )

@@ -1,4 +1,4 @@
-"""`HierarchicalAllReduce`: tfdp's reduction as a plain `CrossDeviceOps`."""
+"""`HierarchicalAllReduce`: tfdp's reduction as a `CrossDeviceOps`."""
 
 from __future__ import annotations
 
@@ -21,23 +21,21 @@ from tfdp.strategies.devices import find_devices
 from tfdp.tracing.trace_order import one_trace
 
 
-# ReductionToOneDevice adds single values, broadcasts and gathers as it stands; only
-# the reduction of a whole batch of gradients is ours.
+# Only the reduction of a batch of gradients differs from ReductionToOneDevice.
 class HierarchicalAllReduce(tf.distribute.ReductionToOneDevice):
     """The reduction of `DataParallelStrategy` for stock TensorFlow strategies.
 
     In a `tf.function` a batch of values is reduced bucket by bucket over the levels
-    of `communication`; in eager mode, and where the result must lie elsewhere than
-    the values, values are added on one device, which needs no exchange.
+    of `communication`; in eager mode, or with a destination on other devices, values
+    are added on one device, without an exchange.
 
     Args:
       communication: bucket sizes, levels and engine; None for the defaults.
 
     Raises:
-      ConfigurationError: when `communication` is not a `tfdp.Communication`, when it
-        asks for compression, when an option of it cannot act on one host
-        (docs/options.md), or, at the first reduction, when its hierarchy does not fit
-        the devices.
+      ConfigurationError: for anything but a `tfdp.Communication`, for compression, for
+        an option without effect on one host (docs/options.md), or, at the first
+        reduction, for a hierarchy that does not fit the devices.
 
     Cost: as `DataParallelStrategy`; about 2 n (N - 1) / N bytes per replica for n
     bytes of gradients on N replicas.
@@ -58,9 +56,9 @@ class HierarchicalAllReduce(tf.distribute.ReductionToOneDevice):
         refuse_idle_options(self.communication, hosts=1)
         if self.communication.compression is not None:
             raise ConfigurationError(
-                "HierarchicalAllReduce does not know whose gradients it adds, and so "
-                "cannot compress them. Use tfdp.DataParallelStrategy(communication="
-                "...), or leave compression out."
+                "HierarchicalAllReduce gets gradients without their variables, so it "
+                "cannot compress them. Use tfdp.DataParallelStrategy("
+                "communication=...), or leave compression out."
             )
         self._pipelines: dict[tuple[str, ...], GradientPipeline] = {}
 
@@ -70,7 +68,6 @@ class HierarchicalAllReduce(tf.distribute.ReductionToOneDevice):
         value_destination_pairs: Sequence[tuple[Any, Any]],
         options: Any,
     ) -> list[Any]:
-        """Reduces many values at once; see `tf.distribute.CrossDeviceOps`."""
         devices = common_devices(value_destination_pairs)
         if tf.executing_eagerly() or devices is None:
             return super().batch_reduce_implementation(
@@ -89,7 +86,7 @@ class HierarchicalAllReduce(tf.distribute.ReductionToOneDevice):
         return [regroup_mirrored(parts) for parts in zip(*by_rank, strict=True)]
 
     def pipeline(self, devices: tuple[str, ...]) -> GradientPipeline:
-        """What moves tensors between `devices`, made once for each set of them."""
+        """The pipeline of `devices`, created once for each tuple of them."""
         if devices not in self._pipelines:
             topology = self.communication.resolve_topology(Topology(1, len(devices)))
             engine = make_engine(find_devices(devices), topology, self.communication)

@@ -1,4 +1,4 @@
-"""A strategy in one line: what `repr` gives, and what the first `fit` says."""
+"""A one-line description of a strategy, for `repr` and the first `fit`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 from tfdp._private.frames import fits_around
 
-# More devices than this are given as the first and the last.
+# Of more devices than this, only the first and the last are named.
 MOST_NAMED_DEVICES = 4
 
 
-def strategy_in_words(
+def describe_strategy(
     kind: str,
     devices: Sequence[str],
     *,
@@ -21,18 +21,11 @@ def strategy_in_words(
     engine: str,
     shard: str = "none",
 ) -> str:
-    """One line that says what trains, on what, and how sums travel.
+    """One line: the replicas, their devices on this host, the engine and the shards.
 
-    Args:
-      kind: the strategy's class.
-      devices: those of this host, one replica each.
-      hosts: how many there are, with as many devices each.
-      engine: what carries gradients.
-      shard: what each replica holds a part of.
-
-    >>> strategy_in_words("A", ["/device:GPU:0", "/device:GPU:1"], engine="tensorflow")
+    >>> describe_strategy("A", ["/device:GPU:0", "/device:GPU:1"], engine="tensorflow")
     'A(2 replicas: GPU:0, GPU:1; engine tensorflow)'
-    >>> strategy_in_words("A", ["/device:CPU:0"], hosts=3, engine="sockets")
+    >>> describe_strategy("A", ["/device:CPU:0"], hosts=3, engine="sockets")
     'A(3 replicas on 3 hosts, here CPU:0; engine sockets)'
     """
     replicas = hosts * len(devices)
@@ -56,7 +49,7 @@ _unsaid: list[bool] = []
 
 @contextlib.contextmanager
 def unsaid() -> Iterator[None]:
-    """Within it no `fit` says anything: trainings that only compare."""
+    """Within this context no `fit` prints a message: for comparisons."""
     _unsaid.append(True)
     try:
         yield
@@ -65,30 +58,22 @@ def unsaid() -> Iterator[None]:
 
 
 class FirstFit:
-    """Says on standard error what trains, when a `fit` begins, once in a process.
-
-    Strategies that are alike, as those of a cross-validation, say it once together.
-    """
+    """Prints a strategy to standard error when a `fit` begins, equal ones only once."""
 
     _said: set[str] = set()
 
     def __init__(self) -> None:
-        self._looked_at = 0  # lines
+        self._printed = 0  # lines
 
     def look(self, strategy: Any, notes: Sequence[str]) -> None:
-        """Says it, if Keras' `fit` is among the callers.
-
-        Args:
-          strategy: its `repr` is said, by worker 0.
-          notes: lines that follow; later ones are said when they are there.
-        """
+        """Prints the strategy and new `notes` if called, on worker 0, within `fit`."""
         count = 1 + len(notes)
-        if count == self._looked_at or _unsaid or next(fits_around(), None) is None:
+        if count == self._printed or _unsaid or next(fits_around(), None) is None:
             return
-        lines = (repr(strategy), *notes)[self._looked_at :]
-        self._looked_at = count
+        lines = (repr(strategy), *notes)[self._printed :]
+        self._printed = count
         for line in lines:
             if strategy.is_chief and line not in self._said:
                 self._said.add(line)
-                # Ray Train writes what is printed a second time.
+                # Not `print`: Ray Train writes standard output a second time.
                 sys.stderr.write(f"tfdp: {line}\n")

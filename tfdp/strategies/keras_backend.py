@@ -1,4 +1,4 @@
-"""Whether Keras computes with TensorFlow: the strategies move TensorFlow's tensors."""
+"""Checks that Keras uses TensorFlow: the strategies exchange its tensors."""
 
 from __future__ import annotations
 
@@ -11,25 +11,19 @@ REQUIRED = "tensorflow"
 
 
 def check_keras_backend() -> None:
-    """Refuses a Keras whose arrays a strategy of TensorFlow does not see.
-
-    Before Keras is loaded only the variable KERAS_BACKEND tells.
-
-    Raises:
-      ConfigurationError: it is not TensorFlow.
-    """
+    """Refuses another backend; before Keras is loaded, KERAS_BACKEND decides."""
     variable = os.environ.get("KERAS_BACKEND")
     keras = sys.modules.get("keras")
     found = keras.config.backend() if keras else variable or REQUIRED
     if found == REQUIRED:
         return
     if variable == found:
-        who = f"KERAS_BACKEND={variable}"
+        setting = f"KERAS_BACKEND={variable}"
     else:
-        who = f"Keras' backend is {found!r}, by ~/.keras/keras.json"
+        setting = f"Keras' backend is {found!r}, by ~/.keras/keras.json"
         if variable:
-            who += f", though KERAS_BACKEND={variable} is set by now"
+            setting += f", though KERAS_BACKEND={variable} is set by now"
     raise ConfigurationError(
-        f"{who}: a strategy of tfdp works with Keras' backend 'tensorflow' only. Set "
-        "KERAS_BACKEND=tensorflow before the first import of keras."
+        f"{setting}: a strategy of tfdp works with Keras' backend 'tensorflow' only. "
+        "Set KERAS_BACKEND=tensorflow before the first import of keras."
     )

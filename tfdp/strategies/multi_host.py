@@ -1,4 +1,4 @@
-"""`MultiHostDataParallelStrategy`: the same script in one process per host."""
+"""`MultiHostDataParallelStrategy`: one process per host, all running one script."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tfdp.plan.communication import (
     uncompressed,
 )
 from tfdp.plan.shards import SHARD_GROUPS, Sharding, sharding_of
-from tfdp.strategies.connect_hosts import HostConnection, meet, tried
+from tfdp.strategies.connect_hosts import HostConnection, connect_hosts, with_trial
 from tfdp.strategies.data_parallel import DataParallelStrategy
 from tfdp.strategies.devices import (
     add_waiting_thread,
@@ -49,180 +49,42 @@ from tfdp.strategies.elastic import join_elastic_hosts, own_share, refuse_exchan
 from tfdp.strategies.hierarchical import HierarchicalAllReduce
 from tfdp.strategies.keras_backend import check_keras_backend
 from tfdp.strategies.multi_host_extended import MultiHostExtended
-from tfdp.strategies.multi_host_loops import LedLoops, override_callbacks
-from tfdp.strategies.replica_strategy import ReplicaContextStrategy
+from tfdp.strategies.multi_host_loops import HostLoops, override_callbacks
 from tfdp.strategies.startup_checks import warn_of_unchecked_versions
 from tfdp.strategies.worker_settings import refuse_differences, settings_of
 from tfdp.tracing.keras_steps import is_predict_step
 from tfdp.tracing.run import ReplicaRun
 
-# The engine that carries sums between hosts, as `Communication` and shards ask.
 
-
-def engine_across(
-    link: HostLink,
-    devices: tuple[str, ...],
-    communication: Communication,
-    shards_over_hosts: bool,
-    by_collectives: bool,
-) -> AcrossHostsEngine:
-    """The engine of one host among several.
-
-    Args:
-      link: to the others.
-      devices: of this host's replicas.
-      communication: the strategy's.
-      shards_over_hosts: whether hosts hold parts of one another's variables.
-      by_collectives: whether TensorFlow's collectives carry the gradients.
-    """
-    wire_dtype = communication.link_dtype
-    if by_collectives:
-        hint = choose_engine(devices, communication).hint
-        return TensorFlowAcrossHostsEngine(devices, link, hint, wire_dtype)
-    engine = ShardsAcrossHostsEngine if shards_over_hosts else AcrossHostsEngine
-    return engine(devices, link, wire_dtype)
-
-
-# The cluster as TensorFlow's own words have it: types of tasks, and their numbers.
-
-
-def resolver_of(
-    cluster: Cluster, hosts: Sequence[str], devices: Sequence[str]
-) -> tf.distribute.cluster_resolver.SimpleClusterResolver:
-    """A resolver that tells this worker's place, for programs that ask for it.
-
-    Every worker is a task of the type "worker" and its rank the task's number: worker
-    0 is the chief, as in TensorFlow's tutorials. Where TF_CONFIG names the cluster, its
-    own types, numbers and addresses.
-
-    Args:
-      cluster: the workers.
-      hosts: where each of them is reached, by rank.
-      devices: those of this worker.
-    """
-    kinds = [tf.DeviceSpec.from_string(device).device_type for device in devices]
-    accelerators = {"GPU": kinds.count("GPU")}
-    if cluster.source == "TF_CONFIG":
-        said = tf.distribute.cluster_resolver.TFConfigClusterResolver()
-        spec, task_type, task_id = said.cluster_spec(), said.task_type, said.task_id
-    else:
-        # Only worker 0 has an address where it can be met; the others have a name.
-        addresses = [cluster.coordinator or hosts[0], *hosts[1:]]
-        spec = tf.train.ClusterSpec({"worker": addresses})
-        task_type, task_id = "worker", cluster.rank
-    return tf.distribute.cluster_resolver.SimpleClusterResolver(
-        spec, task_type=task_type, task_id=task_id, num_accelerators=accelerators
-    )
-
-
-# What a strategy of several hosts adds up and joins over all of them.
-
-
-class SumsOverHosts(ReplicaContextStrategy):
-    """Reductions, rows and numbers of samples of all hosts; a mixin."""
-
-    #: The hosts; None for one that is alone, which exchanges nothing.
-    _group: HostGroup | None = None
-    #: Whether it is known that all hosts get as many rows: not where they train.
-    _hosts_are_alike = False
-
-    @property
-    def hosts(self) -> int:
-        """How many processes make each step together."""
-        return 1
-
-    def _reduce_values(self, reduce_op: Any, value: Any, axis: int | None) -> Any:
-        """Reduces over the replicas of all hosts."""
-        # The insides add up over hosts, as where TensorFlow asks them (`reduce_to`).
-        group = self._group
-        is_mean = str(getattr(reduce_op, "value", reduce_op)).upper() == "MEAN"
-        if group is None or not is_mean or axis is None:
-            return super()._reduce_values(reduce_op, value, axis)
-        total = self._reduce_values("SUM", value, axis)
-        counts = tf.nest.map_structure(
-            lambda v: group.sum(self._local_length(v, axis)), value
-        )
-        return tf.nest.map_structure(
-            lambda t, n: t / tf.cast(n, t.dtype), total, counts
-        )
-
-    def gather(self, value: Any, axis: int) -> Any:
-        """Joins the values of all replicas by rank; see `tf.distribute.Strategy`."""
-        local = super().gather(value, axis)
-        group = self._group
-        if group is None:
-            return local
-        return tf.nest.map_structure(lambda t: group.gather(t, axis), local)
-
-    @property
-    def _sum_of_logs(self) -> Callable[[tf.Tensor], tf.Tensor] | None:
-        return None if self._group is None else self._group.sum
-
-    def _local_length(self, value: Any, axis: int) -> tf.Tensor:
-        parts = self.experimental_local_results(value)
-        return tf.add_n([tf.cast(tf.shape(part)[axis], tf.int64) for part in parts])
-
-    def _complete_run(self, run: ReplicaRun) -> None:
-        """Counts the samples of all hosts, in cross-replica context."""
-        # Where hosts train apart, the others' samples do not matter.
-        if self._group is None or run.is_local:
-            return
-        run.replicas = self.num_replicas_in_sync
-        if run.counts is not None:
-            run.spans_hosts, run.hosts_are_alike = True, self._hosts_are_alike
-            total = tf.cast(run.total, tf.int32)
-            run.total = self._group.sum(total, "number of samples")
-
-    def _of_all_hosts(self, vector: tf.Tensor) -> tf.Tensor:
-        return vector if self._group is None else self._group.gather(vector)
-
-    def _complete_result(self, fn: Callable, result: Any) -> Any:
-        """All hosts' rows where Keras is about to join those of this host."""
-        group = self._group
-        if group is None or not is_predict_step(fn):
-            return result
-        return tf.nest.map_structure(lambda v: self._all_rows(v, group), result)
-
-    def _all_rows(self, value: Any, group: HostGroup) -> Any:
-        parts = self.experimental_local_results(value)
-        if parts[0].shape.rank == 0:
-            return value
-        rows = group.gather(tf.concat(parts, axis=0))
-        if len(parts) == 1:
-            return rows
-        return names.PerReplica((rows, *(part[:0] for part in parts[1:])))
-
-
-class MultiHostDataParallelStrategy(SumsOverHosts, DataParallelStrategy):
+class MultiHostDataParallelStrategy(DataParallelStrategy):
     """Trains one model on the devices of several processes, one process per host.
 
     With H hosts of D replicas each, N = H D, every step computes what one device
     would on the whole global batch; see `DataParallelStrategy`. Every host runs the
-    same script. Each takes its rows of every global batch; gradients are summed
-    within the host first, and one sum per host crosses the network.
+    same script and takes its rows of every global batch. Gradients are summed within
+    the host first, and one sum per host crosses the network.
 
     Args:
-      cluster: the workers; None takes what the environment says (`tfdp launch`,
+      cluster: the workers; None finds them in the environment (`tfdp launch`,
         TF_CONFIG, Slurm, Kubernetes, MPI, torchrun).
       devices_per_host: replicas of this process: None for all GPUs, or the logical
-        CPUs; a number splits the CPU where there is no GPU. The same on all hosts.
+        CPUs; a number splits the CPU if there is no GPU. The same on all hosts.
       communication: how replicas and hosts exchange tensors; None for the defaults.
       shard: see `DataParallelStrategy`.
-      shard_group: who shares the shards: "all" replicas of all hosts, which then need
-        each other to read a variable as a whole (to save it, too); or those of each
-        "host", so that every host has all shards and the network carries what it
-        carries without.
+      shard_group: which replicas share the shards: "all" of all hosts, which then need
+        each other to read (or save) a whole variable; or those of each "host", so that
+        every host has all shards and the network traffic is that without shards.
       shard_min_bytes: see `DataParallelStrategy`.
       offload: see `DataParallelStrategy`.
       draws_per_replica: see `DataParallelStrategy`.
 
     Raises:
-      ConfigurationError: when nothing names a cluster, when an argument is not as
-        above or cannot act on so many hosts (docs/options.md), or when the workers
-        were given different ones; it says which worker has what.
-      DeviceError: when there are fewer GPUs than `devices_per_host`.
-      CollectiveError: when the workers do not come together in
-        `communication.timeout_seconds`; it names who is missing.
+      ConfigurationError: without a cluster; for an argument that is bad or has no
+        effect on several hosts (docs/options.md); or if the workers' arguments differ,
+        naming the differences.
+      DeviceError: if there are fewer GPUs than `devices_per_host`.
+      CollectiveError: if workers do not connect within
+        `communication.timeout_seconds`, naming them.
 
     Cost: per step and host 2 n (H - 1) / H bytes on the wire for n bytes of
     gradients, and one exchange of a number.
@@ -237,6 +99,10 @@ class MultiHostDataParallelStrategy(SumsOverHosts, DataParallelStrategy):
     """
 
     shard_groups = SHARD_GROUPS
+    #: The hosts; None for a single one, which exchanges nothing.
+    _group: HostGroup | None = None
+    #: Whether all hosts surely get equally many rows: not in training.
+    _hosts_are_alike = False
 
     def __init__(
         self,
@@ -268,7 +134,7 @@ class MultiHostDataParallelStrategy(SumsOverHosts, DataParallelStrategy):
         )
         self._process = os.getpid()
         self._synchronization = HostConnection()
-        #: This host among others that may die and come back (`min_hosts`).
+        #: This host among elastic hosts (`min_hosts`).
         self.living: ElasticHosts | None = None
         if devices_per_host is None:
             devices_per_host = found.devices_per_worker
@@ -282,9 +148,9 @@ class MultiHostDataParallelStrategy(SumsOverHosts, DataParallelStrategy):
                 communication=communication,
                 shard=sharding,
                 draws_per_replica=draws_per_replica,
-                alone=True,  # the others are known, and met below
+                alone=True,  # connects to the others below
             )
-            self._cluster_resolver = resolver_of(
+            self._cluster_resolver = _make_resolver(
                 found,
                 ["localhost"] * found.workers
                 if self._group is None
@@ -292,7 +158,7 @@ class MultiHostDataParallelStrategy(SumsOverHosts, DataParallelStrategy):
                 self.extended.worker_devices,
             )
         except BaseException:
-            # The others then hear that this worker will not come.
+            # Tells the others that this worker will not come.
             self.close()
             raise
 
@@ -301,7 +167,7 @@ class MultiHostDataParallelStrategy(SumsOverHosts, DataParallelStrategy):
     ) -> HierarchicalAllReduce:
         communication = uncompressed(communication)
         if self.cluster.workers > 1:
-            # It reduces within this host only; what is between hosts is not for it.
+            # It reduces within this host only, so options between hosts do not apply.
             communication = dataclasses.replace(
                 communication, engine="auto", min_hosts=None, checksum=False
             )
@@ -319,17 +185,16 @@ class MultiHostDataParallelStrategy(SumsOverHosts, DataParallelStrategy):
             use_virtual_devices(count)
         if self.cluster.workers > 1:
             add_waiting_thread()
-        is_living = communication.min_hosts is not None
-        self._has_fixed_shares = not is_living
-        if is_living and (sharding.stage or sharding.offloads):
+        is_elastic = communication.min_hosts is not None
+        self._has_fixed_shares = not is_elastic
+        if is_elastic and (sharding.stage or sharding.offloads):
             raise ConfigurationError(
-                "Communication(min_hosts=...) is for hosts that train apart (sync=), "
-                "and with shard= replicas of all hosts have to be there. Leave one of "
-                "the two out."
+                "Communication(min_hosts=...) is for hosts that train locally (sync=), "
+                "and shard= needs the replicas of all hosts. Leave out one of the two."
             )
         if self.cluster.workers > 1 and self.cluster.source == "tfdp":
-            progress.note_strategy()  # from now on it waits for all others
-        self._synchronization = meet(self.cluster, communication, sharding)
+            progress.note_strategy()  # waits for all others from now on
+        self._synchronization = connect_hosts(self.cluster, communication, sharding)
         self._group = self._synchronization.group
         return first_devices(count, find_devices(), f"devices_per_host={count}")
 
@@ -355,15 +220,15 @@ class MultiHostDataParallelStrategy(SumsOverHosts, DataParallelStrategy):
         group = self._group or HostGroup(make_link(self.cluster, communication))
         self._group = group
         let_calls_end_at_exit()
-        # The others then hear that this script has ended, and need not wait for it.
+        # Tells the others that this script has ended, so that they do not wait.
         atexit.register(self.close)
         refuse_differences(
             group.link, settings_of(self, devices, communication, draws_per_replica)
         )
-        # Shuffles of `fit` are alike on all hosts: each takes its part of them.
+        # Shuffles of `fit` have the same order on all hosts: each takes a part of them.
         agree_on_seed(self.from_chief(seed_to_share(), "seed"))
         is_by_name = communication.engine == "tensorflow"
-        self._synchronization = tried(self._synchronization, devices, is_by_name)
+        self._synchronization = with_trial(self._synchronization, devices, is_by_name)
         return self._extended_over(
             group, devices, communication, cross_device_ops, draws_per_replica
         )
@@ -388,14 +253,7 @@ class MultiHostDataParallelStrategy(SumsOverHosts, DataParallelStrategy):
         cross_device_ops: tf.distribute.CrossDeviceOps,
         draws_per_replica: bool,
     ) -> MultiHostExtended:
-        """The inside of a strategy of hosts that have met."""
-        self._engine = engine_across(
-            group.link,
-            devices,
-            communication,
-            self.shards_over_hosts,
-            by_collectives=self._synchronization.by_collectives,
-        )
+        self._engine = self._make_engine(group.link, devices, communication)
         group.use(self._engine)
         self._pipeline = GradientPipeline(self._engine, communication)
         return MultiHostExtended(
@@ -410,22 +268,31 @@ class MultiHostDataParallelStrategy(SumsOverHosts, DataParallelStrategy):
             group=group,
         )
 
+    def _make_engine(
+        self, link: HostLink, devices: tuple[str, ...], communication: Communication
+    ) -> AcrossHostsEngine:
+        wire_dtype = communication.link_dtype
+        if self._synchronization.by_collectives:
+            hint = choose_engine(devices, communication).hint
+            return TensorFlowAcrossHostsEngine(devices, link, hint, wire_dtype)
+        if self.shards_over_hosts:
+            return ShardsAcrossHostsEngine(devices, link, wire_dtype)
+        return AcrossHostsEngine(devices, link, wire_dtype)
+
     def pipeline_of(
         self, pipeline: GradientPipeline, communication: Communication
     ) -> GradientPipeline:
-        """What moves tensors between replicas, with the meetings of living hosts."""
         if self.living is None:
             return super().pipeline_of(pipeline, communication)
         return ElasticPipeline(pipeline.engine, communication, self.living)
 
     @property
     def cluster_resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
-        """This worker's `task_type` and `task_id`, as TensorFlow's programs ask."""
+        """This worker's `task_type` and `task_id`, as in TensorFlow."""
         return self._cluster_resolver
 
     @property
     def hosts(self) -> int:
-        """How many processes make each step together."""
         return 1 if self.living is not None else self.cluster.workers
 
     @property
@@ -438,18 +305,17 @@ class MultiHostDataParallelStrategy(SumsOverHosts, DataParallelStrategy):
 
     @property
     def shard_group(self) -> str:
-        """Who shares the shards: "all" replicas, or those of each "host"."""
+        """Which replicas share the shards: "all", or those of each "host"."""
         return self._sharding.group
 
     @property
     def shards_over_hosts(self) -> bool:
-        """Whether nobody has all of the model: the hosts share its shards."""
+        """Whether the hosts share the model's shards, so that no host has all."""
         is_sharded = bool(self._sharding.stage) and self._group is not None
         return is_sharded and self.shard_group == "all"
 
     @property
     def is_chief(self) -> bool:
-        """Whether this is worker 0, which writes files."""
         return self.cluster.rank == 0
 
     @property
@@ -458,20 +324,19 @@ class MultiHostDataParallelStrategy(SumsOverHosts, DataParallelStrategy):
 
     @property
     def link(self) -> HostLink | None:
-        """To the other hosts; None where there are none."""
+        """The connection to the other hosts; None if there are none."""
         return None if self._group is None else self._group.link
 
     def barrier(self, label: str = "barrier") -> None:
-        """Waits until every host has come here."""
         if self.living is not None:
             refuse_exchange(label)
         if self._group is not None:
             self._group.barrier(label)
 
     def close(self) -> None:
-        """Says goodbye to the other hosts; the process may then end or go on alone."""
+        """Disconnects from the other hosts; the process may then end or continue."""
         if self._process != os.getpid():
-            return  # after a fork the connections are still those of the parent
+            return  # after a fork the connections belong to the parent
         if self._group is not None:
             self._group.close()
         if self.living is not None:
@@ -479,7 +344,6 @@ class MultiHostDataParallelStrategy(SumsOverHosts, DataParallelStrategy):
         atexit.unregister(self.close)
 
     def _part_of_host(self, dataset: Any) -> Any:
-        """This host's rows of every global batch."""
         if self.living is not None:
             override_callbacks(self, frames.fit_of_caller())
             return own_share(dataset, self.cluster, self.living)
@@ -488,22 +352,20 @@ class MultiHostDataParallelStrategy(SumsOverHosts, DataParallelStrategy):
         return self._loops.part_of_host(dataset)
 
     @property
-    def _loops(self) -> LedLoops | None:
-        """Those that all hosts run together; None where this one is alone."""
+    def _loops(self) -> HostLoops | None:
         link = self.link
-        return None if link is None else LedLoops(self, link, self._compares_hosts)
+        return None if link is None else HostLoops(self, link, self._compares_hosts)
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
-        """See `DataParallelStrategy.experimental_distribute_dataset`."""
         distributed = super().experimental_distribute_dataset(dataset, options)
         if self._loops is None or frames.loop_of_caller() is not None:
             return distributed
-        return self._loops.noticed(distributed, "a distributed dataset")
+        return self._loops.watched(distributed, "a distributed dataset")
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable, options: Any = None
     ) -> Any:
-        """As in TensorFlow; hosts that run out of data go on with empty batches."""
+        """As in TensorFlow; hosts without data continue with empty batches."""
         if self._group is None and self.living is None:
             return super().distribute_datasets_from_function(dataset_fn, options)
         workers, here = self.cluster.workers, len(self.extended.worker_devices)
@@ -516,16 +378,93 @@ class MultiHostDataParallelStrategy(SumsOverHosts, DataParallelStrategy):
         distributed = super().distribute_datasets_from_function(
             lambda _: loops.part_of_function(dataset_fn(context), name), options
         )
-        return loops.noticed(distributed, name)
+        return loops.watched(distributed, name)
 
     def from_chief(self, value: np.ndarray, label: str = "value") -> np.ndarray:
-        """Worker 0's array, on every host; see `DataParallelStrategy.from_chief`."""
         if self.living is not None:
             refuse_exchange(label)
         return value if self._group is None else self._group.from_chief(value, label)
 
     def gather_bytes(self, blob: bytes, label: str) -> list[bytes]:
-        """Every worker's `blob`, by rank; see `ReplicaContextStrategy`."""
         if self.living is not None:
             refuse_exchange(label)
         return [blob] if self._group is None else self._group.link.gather(blob, label)
+
+    def _reduce_values(self, reduce_op: Any, value: Any, axis: int | None) -> Any:
+        # Without an axis, or for a sum, `extended.reduce_to` sums over hosts.
+        group = self._group
+        is_mean = str(getattr(reduce_op, "value", reduce_op)).upper() == "MEAN"
+        if group is None or not is_mean or axis is None:
+            return super()._reduce_values(reduce_op, value, axis)
+        total = self._reduce_values("SUM", value, axis)
+        rows = tf.nest.map_structure(
+            lambda v: group.sum(self._local_length(v, axis)), value
+        )
+        return tf.nest.map_structure(lambda t, n: t / tf.cast(n, t.dtype), total, rows)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        local = super().gather(value, axis)
+        group = self._group
+        if group is None:
+            return local
+        return tf.nest.map_structure(lambda t: group.gather(t, axis), local)
+
+    @property
+    def _sum_of_logs(self) -> Callable[[tf.Tensor], tf.Tensor] | None:
+        return None if self._group is None else self._group.sum
+
+    def _local_length(self, value: Any, axis: int) -> tf.Tensor:
+        parts = self.experimental_local_results(value)
+        return tf.add_n([tf.cast(tf.shape(part)[axis], tf.int64) for part in parts])
+
+    def _complete_run(self, run: ReplicaRun) -> None:
+        # In local training, the samples of other hosts do not matter.
+        if self._group is None or run.is_local:
+            return
+        run.replicas = self.num_replicas_in_sync
+        if run.counts is not None:
+            run.spans_hosts, run.hosts_are_alike = True, self._hosts_are_alike
+            total = tf.cast(run.total, tf.int32)
+            run.total = self._group.sum(total, "number of samples")
+
+    def _of_all_hosts(self, vector: tf.Tensor) -> tf.Tensor:
+        return vector if self._group is None else self._group.gather(vector)
+
+    def _complete_result(self, fn: Callable, result: Any) -> Any:
+        """All hosts' rows, before Keras joins those of this host."""
+        group = self._group
+        if group is None or not is_predict_step(fn):
+            return result
+        return tf.nest.map_structure(lambda v: self._all_rows(v, group), result)
+
+    def _all_rows(self, value: Any, group: HostGroup) -> Any:
+        parts = self.experimental_local_results(value)
+        if parts[0].shape.rank == 0:
+            return value
+        rows = group.gather(tf.concat(parts, axis=0))
+        if len(parts) == 1:
+            return rows
+        return names.PerReplica((rows, *(part[:0] for part in parts[1:])))
+
+
+def _make_resolver(
+    cluster: Cluster, hosts: Sequence[str], devices: Sequence[str]
+) -> tf.distribute.cluster_resolver.SimpleClusterResolver:
+    """This worker's position in the cluster, as a TensorFlow resolver.
+
+    Every worker is a task "worker", with its rank as the index, as in TensorFlow's
+    tutorials, unless TF_CONFIG says otherwise. `hosts`: their addresses, by rank.
+    """
+    kinds = [tf.DeviceSpec.from_string(device).device_type for device in devices]
+    accelerators = {"GPU": kinds.count("GPU")}
+    if cluster.source == "TF_CONFIG":
+        found = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+        spec, task_type, task_id = found.cluster_spec(), found.task_type, found.task_id
+    else:
+        # Only worker 0 has an address; the others have a name.
+        addresses = [cluster.coordinator or hosts[0], *hosts[1:]]
+        spec = tf.train.ClusterSpec({"worker": addresses})
+        task_type, task_id = "worker", cluster.rank
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(
+        spec, task_type=task_type, task_id=task_id, num_accelerators=accelerators
+    )

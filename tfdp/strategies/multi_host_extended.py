@@ -1,13 +1,13 @@
-"""The strategy's inside on several hosts: each drives its own devices alone.
+"""The extended object of one host among several: it drives its own devices only.
 
-TensorFlow sees a mirrored strategy on this host's devices; ranks, and the values that
-variables start from, are those of all hosts.
+For TensorFlow this is a mirrored strategy on this host's devices; ranks, and initial
+values of variables, are those of all hosts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -19,20 +19,10 @@ from tfdp.exchange.wire_types import check_summable
 from tfdp.strategies.extended import DataParallelExtended
 
 
-class FirstHostValue(Protocol):
-    """Hands the first host's array to every host."""
-
-    def __call__(self, value: np.ndarray, label: str) -> np.ndarray:
-        """The array of host 0, in the shape and type of `value`."""
-
-
 class MultiHostExtended(DataParallelExtended):
     """`DataParallelExtended` of one host among several.
 
-    Args:
-      first_rank: the rank of this host's first replica among all.
-      first_host_value: brings variables to the value that host 0 gave them.
-      group: sums and joins over hosts.
+    `first_host_value`: returns the first host's array, given this host's and a label.
     """
 
     is_of_one_host = False
@@ -41,12 +31,12 @@ class MultiHostExtended(DataParallelExtended):
         self,
         *args: Any,
         first_rank: int,
-        first_host_value: FirstHostValue,
+        first_host_value: Callable[[np.ndarray, str], np.ndarray],
         group: HostGroup,
         **kwargs: Any,
     ):
         self.first_rank = first_rank
-        # The replicas of all hosts draw apart, not those of each host.
+        # Random draws are independent over the replicas of all hosts.
         self.first_draw = first_rank
         self._first_host_value = first_host_value
         self._host_group = group
@@ -56,7 +46,7 @@ class MultiHostExtended(DataParallelExtended):
         return self.first_rank + replica_id
 
     def _experimental_distribute_values_from_function(self, value_fn: Callable) -> Any:
-        # TensorFlow's own counts the replicas of this host only.
+        # TensorFlow counts only this host's replicas.
         def value_of(local: tf.distribute.experimental.ValueContext) -> Any:
             rank = self.first_rank + local.replica_id_in_sync_group
             replicas = self._container_strategy().num_replicas_in_sync
@@ -70,16 +60,13 @@ class MultiHostExtended(DataParallelExtended):
     def reduce_to(
         self, reduce_op: Any, value: Any, destinations: Any, options: Any = None
     ) -> Any:
-        """The sum or mean over the replicas of all hosts, where they stop for each
-        other; see `tf.distribute.StrategyExtended.reduce_to`."""
+        """Reduces over the replicas of all hosts, in cross-replica context."""
         local = super().reduce_to(reduce_op, value, destinations, options)
         is_mean = reduce_op == tf.distribute.ReduceOp.MEAN
-        return tf.nest.map_structure(
-            lambda part: self._of_all_hosts(part, is_mean), local
-        )
+        return tf.nest.map_structure(lambda v: self._of_all_hosts(v, is_mean), local)
 
     def _of_all_hosts(self, local: Any, is_mean: bool) -> Any:
-        """The sum over the hosts of what each has found over its replicas; the mean."""
+        """The sum, or mean, over the hosts, of each host's result."""
         strategy = self._container_strategy()
         own = strategy.experimental_local_results(local)[0]
         hosts = strategy.hosts if is_mean else 1
@@ -91,7 +78,7 @@ class MultiHostExtended(DataParallelExtended):
     def _batch_gather_to(
         self, value_destination_pairs: Any, axis: int, options: Any = None
     ) -> list[Any]:
-        """A replica's `all_gather`: first over the replicas of this host."""
+        """A replica's `all_gather`: over this host's replicas, then over hosts."""
         strategy = self._container_strategy()
         wholes = []
         for local in super()._batch_gather_to(value_destination_pairs, axis, options):
@@ -103,7 +90,7 @@ class MultiHostExtended(DataParallelExtended):
     def _batch_reduce_to(
         self, reduce_op: Any, value_destination_pairs: Any, options: Any = None
     ) -> list[Any]:
-        """Eager replicas stop for each other; then the sum over hosts is taken."""
+        """Reduces for eager replicas, in cross-replica context."""
         strategy = self._container_strategy()
         if not tf.executing_eagerly():
             return [
@@ -116,32 +103,25 @@ class MultiHostExtended(DataParallelExtended):
         ]
         is_mean = reduce_op == tf.distribute.ReduceOp.MEAN
         totals: list[Any] = [None] * len(parts)
-        rows = [
-            place
-            for place, own in enumerate(parts)
-            if all(isinstance(part, tf.IndexedSlices) for part in own)
+        dense = []
+        for place, own in enumerate(parts):
+            if all(isinstance(part, tf.IndexedSlices) for part in own):
+                totals[place] = self._all_rows(own, is_mean)
+            else:
+                dense.append(place)
+        own_sums = [
+            _sum_of([tf.convert_to_tensor(part).numpy() for part in parts[place]])
+            for place in dense
         ]
-        for place in rows:
-            totals[place] = self._all_rows(parts[place], is_mean)
-        dense = [place for place in range(len(parts)) if place not in rows]
-        sums = self._host_group.sum_arrays(
-            [
-                _sum_of([tf.convert_to_tensor(part).numpy() for part in parts[place]])
-                for place in dense
-            ],
-            "eager sum",
-        )
+        sums = self._host_group.sum_arrays(own_sums, "eager sum")
         for place, total in zip(dense, sums, strict=True):
-            # As in a graph, where the mean of whole numbers is a float64.
+            # As in a graph, the mean of whole numbers is a float64.
             mean = total / strategy.num_replicas_in_sync if is_mean else total
             totals[place] = self._copied(mean)
         return totals
 
     def _all_rows(self, parts: Sequence[tf.IndexedSlices], is_mean: bool) -> Any:
-        """The rows of a table that the replicas of all hosts have, in rank order.
-
-        Not their sum: an optimizer that squares or clips rows does so one by one.
-        """
+        """All replicas' slices, not summed: optimizers may clip each row."""
         own = join_rows(list(parts), summed=False)
         replicas = self._container_strategy().num_replicas_in_sync if is_mean else 1
         return self._copied(self._rows_of_hosts(own, replicas))
@@ -154,7 +134,7 @@ class MultiHostExtended(DataParallelExtended):
         return tf.IndexedSlices(values, indices, own.dense_shape)
 
     def _copied(self, value: Any) -> Any:
-        """`value`, a tensor, an array or rows, on every device of this host."""
+        """`value` (a tensor, an array or slices) on every device of this host."""
         copy = _copy_of_rows if isinstance(value, tf.IndexedSlices) else tf.identity
         copies = []
         for device in self.worker_devices:
@@ -163,22 +143,16 @@ class MultiHostExtended(DataParallelExtended):
         return regroup_mirrored(copies)
 
     def _start_in_a_trace(self, kwargs: dict[str, Any]) -> Callable[[], tf.Tensor]:
-        """The first host's start of a variable that is made while a step is traced.
-
-        Hosts draw it apart, and what a trace assigns no host can ask another for.
-        """
+        """The first host's initial value for a variable; a trace cannot exchange it."""
         with tf.init_scope():
-            mine = tf.convert_to_tensor(
-                kwargs["initial_value"](), dtype=kwargs.get("dtype")
-            )
-            first = self._first_host_value(
-                mine.numpy(), f"variable {kwargs.get('name')}"
-            )
+            initial, label = kwargs["initial_value"](), f"variable {kwargs.get('name')}"
+            mine = tf.convert_to_tensor(initial, dtype=kwargs.get("dtype"))
+            first = self._first_host_value(mine.numpy(), label)
         return lambda: tf.constant(first)
 
     def _common_start(self, value: tf.Tensor, kwargs: dict[str, Any]) -> tf.Tensor:
         if not tf.executing_eagerly():
-            return value  # common already: see `_start_in_a_trace`
+            return value  # common already, by `_start_in_a_trace`
         label = f"variable {kwargs.get('name')}"
         return tf.constant(self._first_host_value(value.numpy(), label))
 
@@ -186,7 +160,7 @@ class MultiHostExtended(DataParallelExtended):
         if not tf.executing_eagerly() and callable(kwargs.get("initial_value")):
             kwargs["initial_value"] = self._start_in_a_trace(kwargs)
         variable = super()._create_variable(next_creator, **kwargs)
-        # Values that are read as sums (metrics) start at zero everywhere.
+        # Variables that are read as sums (metrics) start at zero everywhere.
         if isinstance(variable, MirroredVariable) and tf.executing_eagerly():
             mine = variable.values[0].numpy()
             first = self._first_host_value(mine, f"variable {variable.name}")
@@ -203,5 +177,5 @@ def _copy_of_rows(rows: tf.IndexedSlices) -> tf.IndexedSlices:
 
 def _sum_of(parts: Sequence[np.ndarray]) -> np.ndarray:
     check_summable(tf.as_dtype(parts[0].dtype))
-    # np.sum would make int64 of every smaller whole number.
+    # np.sum would turn smaller integer types into int64.
     return np.sum(parts, axis=0, dtype=parts[0].dtype)

@@ -1,7 +1,7 @@
-"""`quiet`: TensorFlow without the lines that its libraries print when it starts.
+"""`quiet`: starts TensorFlow without the log lines of its libraries.
 
-TensorFlow 2.21 writes some of them past Python, and two before any of its settings
-counts. So it is loaded while the process' standard error goes to a file.
+TensorFlow 2.21 writes some of them past Python, and two before any setting takes
+effect, so it is loaded while the process' standard error is redirected to a file.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from tfdp.errors import TooLateWarning
 
 STDERR_DESCRIPTOR = 2
 LEVEL = "TF_CPP_MIN_LOG_LEVEL"
-# By TensorFlow's count: information and warnings are left out, errors are not.
+# TensorFlow's level 2: no information and warnings, only errors.
 ERRORS_ONLY = "2"
 
 
 def quiet() -> None:
-    """Lets TensorFlow start without its lines on oneDNN, CUDA and the processor.
+    """Starts TensorFlow without its log lines on oneDNN, CUDA and the processor.
 
-    Call it before Keras or TensorFlow is imported: it imports TensorFlow itself, and
-    shows what was written when that fails. Later errors are shown, TensorFlow's later
-    notes and warnings on standard error are not; Python's warnings, Keras' output and
-    tfdp's own lines stay. A TF_CPP_MIN_LOG_LEVEL that is set stays as it is.
+    Call it before Keras or TensorFlow is imported: it imports TensorFlow, and shows
+    the captured lines if that fails. TensorFlow's later notes and warnings on standard
+    error are hidden too; errors, Python's warnings, Keras' output and tfdp's own lines
+    are not. Keeps a TF_CPP_MIN_LOG_LEVEL that is set.
 
     Raises:
-      ImportError: as TensorFlow raises it.
+      ImportError: from TensorFlow.
 
     Warns:
-      TooLateWarning: where TensorFlow was imported before, and has written its lines.
+      TooLateWarning: TensorFlow was imported before, and has written its lines.
 
     ```python
     import tfdp
@@ -49,8 +49,8 @@ def quiet() -> None:
     if "tensorflow" in sys.modules:
         if not _was_called:
             warnings.warn(
-                "tfdp.quiet() came after TensorFlow, whose lines are written by now. "
-                "Call it before `import keras` and `import tensorflow`."
+                "tfdp.quiet() was called after TensorFlow was imported and had written "
+                "its lines. Call it before `import keras` and `import tensorflow`."
                 + restart_in_words(),
                 TooLateWarning,
                 stacklevel=2,
@@ -64,27 +64,18 @@ def quiet() -> None:
 _was_called: list[bool] = []
 
 
-# TensorFlow and Keras import them where they are installed, and do without where they
-# are not: for models of JAX, for scikit-learn's wrappers, for galleries of images.
-# 2.0 of 6.9 seconds of processor time.
+# Optional imports of TensorFlow and Keras: for JAX models, scikit-learn wrappers and
+# image galleries. 2.0 of 6.9 seconds of processor time.
 NOT_NEEDED_FOR_A_STEP = ("jax", "matplotlib", "sklearn")
 
 
 def import_tensorflow_quietly(level: str = "3", without: Sequence[str] = ()) -> None:
-    """Imports TensorFlow while the process' standard error goes to a file.
+    """Imports TensorFlow with the process' standard error redirected to a file.
 
     Native libraries write past `sys.stderr`, so the descriptor itself is redirected.
-    When the import fails, what was written is shown.
-
-    Args:
-      level: for TF_CPP_MIN_LOG_LEVEL, where that is not set: 3 leaves out errors, too.
-      without: packages that TensorFlow and Keras do not find meanwhile, such as
-        NOT_NEEDED_FOR_A_STEP. A program that imports them later gets them.
-
-    Raises:
-      ImportError: as TensorFlow raises it.
+    `level`: TF_CPP_MIN_LOG_LEVEL, if not set: 3 hides errors, too. `without`: packages
+    hidden during the import, such as NOT_NEEDED_FOR_A_STEP.
     """
-    # Whoever has set a level keeps it.
     os.environ.setdefault(LEVEL, level)
     sys.stderr.flush()
     terminal = os.dup(STDERR_DESCRIPTOR)
@@ -105,9 +96,9 @@ def import_tensorflow_quietly(level: str = "3", without: Sequence[str] = ()) -> 
 
 @contextlib.contextmanager
 def _hidden(names: Sequence[str]) -> Iterator[None]:
-    """Who imports one of these within is told that it is not installed."""
+    """Within this context, imports of these modules raise ImportError."""
     hidden = [name for name in names if name not in sys.modules]
-    # Python's own way to say so: None in the place of a module.
+    # Python's own mechanism: None as the module.
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
     try:
         yield

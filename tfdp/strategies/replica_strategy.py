@@ -1,7 +1,7 @@
-"""What every strategy of tfdp shares: `run`, `reduce` and the checks around them.
+"""Base of all strategies: `run`, `reduce` and the checks around them.
 
-The replicas' own part of a step stays Keras'; these methods tell it how many samples
-each replica has, and lead the model's optimizers (`tfdp.step.optimizers`).
+Keras implements the replicas' steps; these methods add the number of samples of each
+replica, and override methods of the model's optimizers (`tfdp.step.optimizers`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from tfdp.step.own_branches import refuse_own_branches
 from tfdp.step.predictions import joined_outputs, parts_of_one_shape, why_not_joined
 from tfdp.step.reports import whole_logs
 from tfdp.strategies import scope
-from tfdp.strategies.in_words import FirstFit, strategy_in_words
+from tfdp.strategies.in_words import FirstFit, describe_strategy
 from tfdp.strategies.scope import adopt_state
 from tfdp.strategies.startup_checks import IdleOptions
 from tfdp.strategies.unused import note_used
@@ -55,51 +55,33 @@ from tfdp.tracing.padded_batch import without_padding
 from tfdp.tracing.run import ReplicaRun
 from tfdp.tracing.trace_order import one_trace, sum_in_words
 
-# A strategy belongs to the process that made it, and cannot be sent to another one.
 
+class ReplicaContextStrategy(tf.distribute.Strategy):
+    """Mixin, before TensorFlow's strategy, for replicas that reduce by themselves."""
 
-class OfOneProcess:
-    """A strategy that `pickle` refuses by name; a mixin.
-
-    Others that pickle come to the same method: cloudpickle, Ray, multiprocessing.
-    """
+    #: Whether the strategy itself compiles all of the replicas' steps.
+    compiles_steps = False
+    #: Whether short batches are padded; a number is the size of a whole batch.
+    pad_batches: bool | int = False
+    #: Options without effect that were left out; None: they are refused.
+    idle_options: IdleOptions | None = None
+    _sharding = Sharding()
 
     def __reduce__(self) -> Any:
-        """Refuses to be pickled.
-
-        Raises:
-          ConfigurationError: always.
-        """
+        """Refuses `pickle`, also of cloudpickle, Ray and multiprocessing."""
         raise ConfigurationError(
             f"{type(self).__name__} cannot be pickled: it holds devices and "
             "connections of this process. Make the strategy, and the model in its "
-            "scope, within the function that the other process calls: build(hp) of "
-            "KerasTuner, the objective of a tuner, train_loop_per_worker of Ray. Hand "
-            "over settings, model.get_weights() or files instead."
+            "scope, in the function that the other process calls (build(hp) of "
+            "KerasTuner, train_loop_per_worker of Ray), and pass settings or files."
         )
-
-
-class ReplicaContextStrategy(OfOneProcess, tf.distribute.Strategy):
-    """A strategy whose replicas reduce and update on their own; a mixin.
-
-    It stands before the TensorFlow strategy among the bases. The strategy's extended
-    has `current_run` (a `ReplicaRun`) and reduces in replica context.
-    """
-
-    #: Whether the strategy compiles the replicas' steps itself, all of them.
-    compiles_steps = False
-    #: Whether short batches are filled up; a number is the size of a whole batch.
-    pad_batches: bool | int = False
-    #: Options that act between hosts only and were left out; None: they are refused.
-    idle_options: IdleOptions | None = None
-    _sharding = Sharding()
 
     def __repr__(self) -> str:
         try:
             devices = self.extended.worker_devices
         except AttributeError:
-            return object.__repr__(self)  # while it is being made
-        return strategy_in_words(
+            return object.__repr__(self)  # while it is being created
+        return describe_strategy(
             type(self).__name__,
             devices,
             hosts=self.hosts,
@@ -109,12 +91,12 @@ class ReplicaContextStrategy(OfOneProcess, tf.distribute.Strategy):
 
     @property
     def hosts(self) -> int:
-        """How many processes train together."""
+        """The number of processes that train together."""
         return 1
 
     @property
     def _hosts_of_batch(self) -> int:
-        """How many processes a batch is divided among; some may get no rows of it."""
+        """The number of processes that share a batch; some may get no rows of it."""
         return self.hosts
 
     @property
@@ -123,7 +105,6 @@ class ReplicaContextStrategy(OfOneProcess, tf.distribute.Strategy):
 
     @property
     def _notes(self) -> tuple[str, ...]:
-        """What is worth saying of the strategy once, beside its `repr`."""
         return () if self.idle_options is None else self.idle_options.lines
 
     @functools.cached_property
@@ -132,19 +113,14 @@ class ReplicaContextStrategy(OfOneProcess, tf.distribute.Strategy):
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process writes files: always, where there is one."""
+        """Whether this process writes files."""
         return True
 
     def barrier(self, label: str = "barrier") -> None:
-        """Waits until every host has come here: at once, where there is one."""
+        """Waits until every host has called it."""
 
     def gather_bytes(self, blob: bytes, label: str) -> list[bytes]:
-        """Every host's `blob`, by rank, outside of graphs: all must ask for it.
-
-        Args:
-          blob: lengths may differ.
-          label: names the exchange in errors.
-        """
+        """Every host's `blob`, by rank, outside of graphs; all must call it."""
         return [blob]
 
     @property
@@ -152,14 +128,9 @@ class ReplicaContextStrategy(OfOneProcess, tf.distribute.Strategy):
         """What is sharded: "none", "optimizer", "gradients" or "parameters"."""
         return str(self._sharding.what)
 
-    @property
-    def _stated_rows(self) -> int | None:
-        is_number = not isinstance(self.pad_batches, bool)
-        return self.pad_batches if is_number else None
-
     @functools.cached_property
     def _jit_models(self) -> weakref.WeakSet[Any]:
-        """The models whose steps are compiled replica by replica."""
+        """Models with steps compiled replica by replica."""
         return weakref.WeakSet()
 
     @property
@@ -168,11 +139,7 @@ class ReplicaContextStrategy(OfOneProcess, tf.distribute.Strategy):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """The number of replicas.
-
-        Keras' loss functions, which divide by it, get the replica's exact share of
-        the global batch instead (see `tfdp.step.losses`).
-        """
+        """The number of replicas; to Keras' losses, what scales them to their share."""
         replicas = self._replicas
         run = self.extended.current_run
         if tf.distribute.in_cross_replica_context():
@@ -186,17 +153,9 @@ class ReplicaContextStrategy(OfOneProcess, tf.distribute.Strategy):
         return replicas
 
     def run(
-        self,
-        fn: Callable,
-        args: Any = (),
-        kwargs: Any = None,
-        options: Any = None,
+        self, fn: Callable, args: Any = (), kwargs: Any = None, options: Any = None
     ) -> Any:
-        """Runs `fn` on every replica; see `tf.distribute.Strategy.run`.
-
-        Knows how many samples each replica gets, and the optimizers that were made
-        under the strategy: gradients are reduced before they are clipped.
-        """
+        """Runs `fn` on every replica; see `tf.distribute.Strategy.run`."""
         note_used()
         self._first_fit.look(self, self._notes)
         is_reported = frames.is_called_by_keras_loop()
@@ -230,16 +189,13 @@ class ReplicaContextStrategy(OfOneProcess, tf.distribute.Strategy):
         self._complete_run(run)
         call.unify_shapes()
         call.meter()
-        with (
-            self._as_current(run),
-            call.leading(optimizers, made_metrics) as noted,
-        ):
+        with self._as_current(run), call.leading(optimizers, made_metrics) as noted:
             result = super().run(call.step, call.args, call.kwargs, options)
             refuse_own_branches(run, self.extended.reducer.branches)
         if not is_reported:
             warn_of_same_rows(self, (call.args, call.kwargs), run)
         if call.is_reported and run.replicas > 1:
-            # Where hosts train apart, a step's numbers are of this host.
+            # In local training, a step's logs are this host's.
             over_hosts = None if run.is_local else self._sum_of_logs
             result = whole_logs(
                 result, run, noted, self.experimental_local_results, over_hosts
@@ -273,14 +229,12 @@ class ReplicaContextStrategy(OfOneProcess, tf.distribute.Strategy):
     def reduce(self, reduce_op: Any, value: Any, axis: int | None = None) -> Any:
         """Reduces `value` across replicas; see `tf.distribute.Strategy.reduce`.
 
-        Keras asks for the mean of a whole batch to learn its shapes and types. That
-        call gets one replica's batch instead: the mean of strings, sparse tensors or
-        parts of different length does not exist.
+        To build a model, Keras requests the mean of a batch. It gets one replica's
+        batch: strings, sparse tensors and parts of different length have no mean.
         """
         model = frames.model_built_by_caller()
         if model is not None:
-            self._adopt_and_check(model, optimizers_of(model))
-            self._take_over_jit(model)
+            self._take_over(model)
             return keras_steps.representative_batch(with_none(without_padding(value)))
         if axis is None:
             value = parts_of_one_shape(value, self._replicas)
@@ -290,17 +244,17 @@ class ReplicaContextStrategy(OfOneProcess, tf.distribute.Strategy):
         return super().reduce(reduce_op, value, axis)
 
     def scope(self) -> contextlib.AbstractContextManager:
-        """The scope to make models in; see `tf.distribute.Strategy.scope`."""
+        """The scope to create models in; see `tf.distribute.Strategy.scope`."""
         note_used()
         scope.check_not_nested(self)
         model = frames.model_built_by_caller()
         if model is not None:
-            self._adopt_and_check(model, optimizers_of(model))
-            self._take_over_jit(model)
+            self._take_over(model)
             builds_from_plain_batch(model)
         return super().scope()
 
-    def _take_over_jit(self, model: Any) -> None:
+    def _take_over(self, model: Any) -> None:
+        self._adopt_and_check(model, optimizers_of(model))
         is_taken = (self._replicas > 1 or self.compiles_steps) and take_over_jit(model)
         if is_taken and not self.compiles_steps:
             self._jit_models.add(model)
@@ -341,9 +295,9 @@ class ReplicaContextStrategy(OfOneProcess, tf.distribute.Strategy):
         raise_instead(frames.loop_of_caller(), why_not_joined)
         is_odd = not is_of_one_size(dataset, self._replicas)
         if self.pad_batches and (is_odd or self.compiles_steps):
-            distributed = distribute_padded(
-                self, dataset, global_batch_rows(dataset, self._stated_rows)
-            )
+            rows = None if isinstance(self.pad_batches, bool) else self.pad_batches
+            rows = global_batch_rows(dataset, rows)
+            distributed = distribute_padded(self, dataset, rows)
         elif self._replicas > 1 and is_split_by_us(dataset):
             split = parts(dataset, len(self.extended.worker_devices))
             distributed = tf.distribute.Strategy.distribute_datasets_from_function(
@@ -354,7 +308,6 @@ class ReplicaContextStrategy(OfOneProcess, tf.distribute.Strategy):
         return keras_input(element_spec, distributed, dataset)
 
     def _part_of_host(self, dataset: Any) -> Any:
-        """What this host's replicas split among them."""
         return dataset
 
     @functools.cached_property
@@ -364,27 +317,27 @@ class ReplicaContextStrategy(OfOneProcess, tf.distribute.Strategy):
     _has_fixed_shares = True
 
     def _splits_multiples_of(self) -> int | None:
-        """N, whose multiples are split alike; None: a batch has one number of rows."""
+        """N if multiples of N are split equally; None: all batches have one size."""
         is_filled = self.pad_batches or self.compiles_steps
-        # A grain loader may read a shard on each host, whose batches are unlike.
+        # A grain loader may read a shard on each host, with different batches.
         is_grain = grain_input_of(frames.adapter_of_caller()) is not None
         has_shares = self._has_fixed_shares and not is_filled and not is_grain
         return self._replicas if has_shares else None
 
     @property
     def _sum_of_logs(self) -> Callable[[tf.Tensor], tf.Tensor] | None:
-        """Adds up a vector of the numbers that a step reports; None: on one host."""
+        """Sums a vector of a step's logs over the hosts; None: there is one host."""
         return None
 
     def _complete_run(self, run: ReplicaRun) -> None:
-        """Adds what only several hosts together know; before the replicas run."""
+        """Adds other hosts' sample counts, before the replicas run."""
 
     def _of_all_hosts(self, vector: tf.Tensor) -> tf.Tensor:
-        """The vectors of all hosts, one behind the other."""
+        """The concatenated vectors of all hosts."""
         return vector
 
     def _complete_result(self, fn: Callable, result: Any) -> Any:
-        """Adds what only several hosts together have; after the replicas ran."""
+        """Adds other hosts' rows, after the replicas ran."""
         return result
 
     def _warn_of_local_mean(self, model: Any, step: Callable, run: ReplicaRun) -> None:
@@ -399,12 +352,11 @@ class ReplicaContextStrategy(OfOneProcess, tf.distribute.Strategy):
         if why is None:
             return
         warnings.warn(
-            f"The loss of model {model.name!r} was not brought to its share of the "
-            f"global batch: {why}. The gradients of the {run.replicas} replicas are "
-            "added, so a mean over the local batch makes each update "
-            f"{run.replicas} times too large. If it is such a mean, take the gradient "
-            "of tfdp.losses.local_mean(loss); if it is a sum, or already divided by "
-            "the global batch, say so with tfdp.losses.local_sum(loss).",
+            f"The loss of model {model.name!r} was not scaled to its share of the "
+            f"global batch: {why}. The replicas' gradients are added, so a mean over "
+            f"the local batch makes each update {run.replicas} times too large. If it "
+            "is such a mean, take the gradient of tfdp.losses.local_mean(loss); if it "
+            "is a sum, or divided by the global batch, of tfdp.losses.local_sum(loss).",
             LocalMeanWarning,
             stacklevel=4,
         )
@@ -415,35 +367,20 @@ class ReplicaContextStrategy(OfOneProcess, tf.distribute.Strategy):
         if tf.executing_eagerly():
             run.eager_order.meet(rank, sum_in_words(value))
         if run.is_local:
-            alone = run.group_size == 1
-            return value if alone else self.extended.reducer.sum_within(value, rank)
+            is_single = run.group_size == 1
+            return value if is_single else self.extended.reducer.sum_within(value, rank)
         with run.summing_own_parts(rank):
             return context.all_reduce(tf.distribute.ReduceOp.SUM, value)
 
 
-# Of hosts that train together, one thread of each runs what they do in common.
-
-
 class OneThread:
-    """Refuses a second thread while the first one lives.
-
-    Each host would let its threads take turns by chance, and come to the exchanges of
-    two trainings in an order of its own.
-    """
+    """Refuses a second thread: the hosts' exchanges would come in different orders."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._first: threading.Thread | None = None
 
     def check(self, hosts: int) -> None:
-        """Notes the calling thread.
-
-        Args:
-          hosts: how many train together; one alone needs no order.
-
-        Raises:
-          CollectiveError: another thread was noted, and has not ended.
-        """
         if hosts == 1:
             return
         here = threading.current_thread()
@@ -454,34 +391,21 @@ class OneThread:
         if first is not here:
             raise CollectiveError(
                 f"Thread {here.name!r} begins a step, or a fit, evaluate or predict, "
-                f"under a strategy of {hosts} hosts that thread {first.name!r} uses. "
-                "With two threads each host would come to the exchanges of the two in "
-                "another order. Call fit, evaluate and predict one after the other in "
-                f"one thread; another thread can begin when {first.name!r} has ended. "
-                "On one host threads can train side by side."
+                f"under a strategy of {hosts} hosts that thread {first.name!r} uses: "
+                "each host would reach the exchanges of the two in another order. "
+                "Train one after the other in one thread, or begin when "
+                f"{first.name!r} has ended. On one host, several threads can train."
             )
 
 
-# Says that every replica trains on the same rows: nobody has distributed the dataset.
-#
-# Keras distributes what `fit` is given; a loop of one's own has to do it.
-
+# Keras distributes the dataset of `fit`; a custom loop must do it.
 
 _warned: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def warn_of_same_rows(strategy: Any, arguments: Any, run: ReplicaRun) -> None:
-    """Warns, once for a strategy, where an optimizer has trained on shared rows.
-
-    Without an optimizer at work the same rows are no mistake: they build a model, or
-    are a table.
-
-    Args:
-      strategy: of the run.
-      arguments: what `strategy.run` was called with.
-      run: after the replicas have run.
-    """
-    # `updates` has an entry for each replica on which an optimizer was at work.
+    """Warns, once per strategy, if an optimizer trained on rows that replicas share."""
+    # `updates` has an entry for each replica on which an optimizer ran.
     if run.replicas == 1 or not run.updates or strategy in _warned:
         return
     values = tf.nest.flatten(arguments)
@@ -493,11 +417,10 @@ def warn_of_same_rows(strategy: Any, arguments: Any, run: ReplicaRun) -> None:
     _warned.add(strategy)
     warnings.warn(
         f"strategy.run gave all {run.replicas} replicas the same tensor of shape "
-        f"{tuple(shape)}, and an optimizer trains on it: each replica trains on every "
-        f"row, so all rows are computed {run.replicas} times. Loop over "
-        "strategy.experimental_distribute_dataset(dataset), which gives each replica "
-        "its part of a batch. If the tensor is no batch (a table, say), let the "
-        "function use it without passing it as an argument.",
+        f"{tuple(shape)}, and an optimizer trains on it: all rows are computed "
+        f"{run.replicas} times. Loop over strategy.experimental_distribute_dataset("
+        "dataset), which gives each replica its part of a batch. If the tensor is no "
+        "batch (a table, say), do not pass it as an argument.",
         SameRowsWarning,
         stacklevel=4,
     )

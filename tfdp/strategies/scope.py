@@ -1,7 +1,7 @@
-"""Mistakes with `strategy.scope()`, found early and named.
+"""Checks of `strategy.scope()`, and objects created outside or within it.
 
-Keras ties a model to the strategy of the scope in which it was made, and its optimizer
-to that of `compile`. When the two differ it fails much later, with a bare assertion.
+Keras ties a model to the strategy of the scope that created it, and its optimizer to
+that of `compile`. If they differ it fails much later, with a bare assertion.
 """
 
 from __future__ import annotations
@@ -14,18 +14,7 @@ from typing import Any, Generic, TypeVar
 import keras
 import tensorflow as tf
 
-from tfdp._private.keras_models import (
-    given_metrics,
-    layers_within,
-    seed_generators_of,
-    start_anew,
-)
-from tfdp._private.names import (
-    DistributedVariable,
-    is_default_strategy,
-    keras_state,
-    whole_of,
-)
+from tfdp._private import keras_models, names
 from tfdp._private.optimizer_hooks import put_under, strategy_of
 from tfdp.errors import ScopeError
 
@@ -44,11 +33,7 @@ def check_model(
     optimizers: Sequence[keras.optimizers.Optimizer],
     strategy: tf.distribute.Strategy,
 ) -> None:
-    """Refuses a model, or an optimizer, that was made elsewhere.
-
-    Raises:
-      ScopeError: naming what was made where.
-    """
+    """Refuses a model, or an optimizer, that was created in another scope."""
     if not isinstance(model, keras.Model):
         return
     for optimizer in optimizers:
@@ -56,14 +41,13 @@ def check_model(
             raise ScopeError(
                 f"The optimizer {optimizer.name!r} of model {model.name!r} was made "
                 f"under {_name(strategy_of(optimizer), strategy)}, but the model "
-                "trains under "
-                f"{_name(strategy)}: compile was called in another scope, or the "
-                f"optimizer is built already, for other variables. {ADVICE}"
+                f"trains under {_name(strategy)}: compile was called in another scope, "
+                f"or the optimizer is built already, for other variables. {ADVICE}"
             )
     for variable in model.trainable_variables:
         value = variable.value
         if (
-            not isinstance(value, DistributedVariable)
+            not isinstance(value, names.DistributedVariable)
             or value.distribute_strategy is not strategy
         ):
             raise ScopeError(
@@ -74,13 +58,9 @@ def check_model(
 
 
 def check_component(variable: Any, strategy: tf.distribute.Strategy) -> None:
-    """Refuses a variable that is not one of `strategy`'s.
-
-    Raises:
-      ScopeError: naming the variable.
-    """
+    """Refuses a variable of another strategy."""
     owner = getattr(variable, "distribute_strategy", None)
-    whole = whole_of(variable)
+    whole = names.whole_of(variable)
     if owner is None and whole is not None:
         owner = whole.distribute_strategy
     if owner is not strategy:
@@ -92,11 +72,7 @@ def check_component(variable: Any, strategy: tf.distribute.Strategy) -> None:
 
 
 def check_dataset(dataset: Any) -> None:
-    """Refuses a dataset that is distributed already.
-
-    Raises:
-      ScopeError: always for a distributed dataset.
-    """
+    """Refuses a dataset that is distributed already."""
     if isinstance(dataset, tf.distribute.DistributedDataset):
         raise ScopeError(
             "This dataset is distributed already: each replica would get a part of a "
@@ -106,11 +82,7 @@ def check_dataset(dataset: Any) -> None:
 
 
 def check_not_nested(strategy: tf.distribute.Strategy) -> None:
-    """Refuses to enter a scope within another strategy's.
-
-    Raises:
-      ScopeError: naming both.
-    """
+    """Refuses a scope within another strategy's."""
     if not tf.distribute.has_strategy():
         return
     current = tf.distribute.get_strategy()
@@ -122,23 +94,19 @@ def check_not_nested(strategy: tf.distribute.Strategy) -> None:
         )
 
 
-def _name(strategy: Any, beside: Any = None) -> str:
-    """What a strategy is called in errors that name `beside` too."""
-    if not isinstance(strategy, tf.distribute.Strategy) or is_default_strategy(
-        strategy
-    ):
+def _name(strategy: Any, other: Any = None) -> str:
+    """A strategy's name in errors that also name `other`."""
+    is_strategy = isinstance(strategy, tf.distribute.Strategy)
+    if not is_strategy or names.is_default_strategy(strategy):
         return "no strategy"
-    another = beside is not strategy and repr(beside) == repr(strategy)
-    return f"another {strategy!r}" if another else repr(strategy)
+    is_equal = other is not strategy and repr(other) == repr(strategy)
+    return f"another {strategy!r}" if is_equal else repr(strategy)
 
 
-# Optimizers, metrics and seeds that were made outside of the scope, before any use.
-#
-# `model.compile("sgd")` outside of `strategy.scope()` makes an optimizer, and metrics,
-# with plain variables. Until an optimizer is built these are a counter and a rate: they
-# are made anew under the strategy, within the same objects, so that what a program
-# holds on to stays what trains. So are the states of layers' random generators, all
-# that a `Dropout` holds.
+# `model.compile("sgd")` outside the scope creates an optimizer, and metrics, with plain
+# variables. Until an optimizer is built these are only a counter and a rate: they are
+# recreated under the strategy, within the same objects, which a program may hold. The
+# same applies to the states of layers' random generators, all that a `Dropout` holds.
 
 
 def adopt_state(
@@ -146,105 +114,89 @@ def adopt_state(
     optimizers: Sequence[keras.optimizers.Optimizer],
     strategy: tf.distribute.Strategy,
 ) -> None:
-    """Takes under `strategy` what `model` is to train with and no strategy has."""
+    """Moves unused optimizers, metrics and seeds of `model` under `strategy`."""
     if not isinstance(model, keras.Model):
         return
     for optimizer in optimizers:
-        parts = list(_parts(optimizer))
-        if any(part.built or not _is_nobodys(part) for part in parts):
+        parts = list(_with_inner(optimizer))
+        if any(p.built or not names.is_default_strategy(strategy_of(p)) for p in parts):
             continue
         for part in parts:
             put_under(part, strategy)
-            _make_anew(_of_no_strategy(part.variables), strategy)
+            _recreate(part.variables, strategy)
             strategy.extended.made_optimizers.note(part)
     for metric in _metrics(model):
-        _make_anew(_of_no_strategy(metric.variables), strategy)
-    for layer in layers_within(model):
-        for generator in seed_generators_of(layer):
+        _recreate(metric.variables, strategy)
+    for layer in keras_models.layers_within(model):
+        for generator in keras_models.seed_generators_of(layer):
             # A layer without weights may be in models of several strategies.
-            if not _is_of(generator.state, strategy):
-                _make_anew([generator.state], strategy)
+            owner = getattr(generator.state.value, "distribute_strategy", None)
+            if owner is not strategy:
+                _recreate([generator.state], strategy, any_owner=True)
 
 
-def _is_nobodys(optimizer: keras.optimizers.Optimizer) -> bool:
-    return is_default_strategy(strategy_of(optimizer))
-
-
-def _parts(
-    optimizer: keras.optimizers.Optimizer,
-) -> Iterator[keras.optimizers.Optimizer]:
-    """`optimizer`, and those that it holds."""
+def _with_inner(optimizer: Any) -> Iterator[Any]:
     yield optimizer
     inner = getattr(optimizer, "inner_optimizer", None)
     for part in [inner] if inner is not None else getattr(optimizer, "optimizers", []):
-        yield from _parts(part)
+        yield from _with_inner(part)
 
 
 def _metrics(model: keras.Model) -> Iterator[keras.metrics.Metric]:
-    """Those that `model` reports, and those that compile is yet to build."""
+    """The metrics of `model`, including those that compile has not built yet."""
     if not model.compiled:
-        return  # a program's own `metrics` may name what its compile makes
+        return  # a user-defined `metrics` may name what compile creates
     yield from model.metrics
-    yield from given_metrics(model)
+    yield from keras_models.given_metrics(model)
 
 
-def _is_of(variable: keras.Variable, strategy: tf.distribute.Strategy) -> bool:
-    return getattr(variable.value, "distribute_strategy", None) is strategy
-
-
-def _of_no_strategy(variables: Iterable[keras.Variable]) -> list[keras.Variable]:
-    return [v for v in variables if not isinstance(v.value, DistributedVariable)]
-
-
-def _make_anew(
-    variables: Iterable[keras.Variable], strategy: tf.distribute.Strategy
+def _recreate(
+    variables: Iterable[keras.Variable],
+    strategy: tf.distribute.Strategy,
+    *,
+    any_owner: bool = False,
 ) -> None:
-    for variable in variables:
+    """Recreates variables without a strategy, or all, under `strategy`."""
+    for variable in list(variables):
+        if isinstance(variable.value, names.DistributedVariable) and not any_owner:
+            continue
         with tf.init_scope():
             value = variable.numpy()
             with strategy.scope():
-                start_anew(variable, value)
+                keras_models.start_anew(variable, value)
 
 
-# The optimizers and metrics that were made under a strategy, wherever a program keeps
-# them.
-#
-# A model may keep its optimizers in a dictionary, a loop in a variable, a step a metric
-# in a closure: no walk over attributes finds all. Each of them makes a variable when it
-# is made, though, and the strategy whose scope is open makes that variable.
+# A model may hold its optimizers in a dictionary, or a step a metric in a closure, so a
+# walk over attributes misses some. But each creates a variable, through the strategy of
+# the open scope.
 
 
 T = TypeVar("T")
-# One thread may make a model while another one trains. For the process: a strategy with
-# a lock of its own could not be copied.
+# One thread may create a model while another one trains. Global: a strategy with a lock
+# could not be copied.
 _lock = threading.Lock()
 
 
 class MadeInScope(Generic[T]):
-    """Remembers objects for as long as anything else holds them.
-
-    Args:
-      kind: of which class they are.
-    """
+    """Weakly tracks objects of the class `kind` that were created in a scope."""
 
     def __init__(self, kind: type[T]):
         self._kind = kind
-        self._known: weakref.WeakSet[T] = weakref.WeakSet()
+        self._tracked: weakref.WeakSet[T] = weakref.WeakSet()
 
     def note_maker(self) -> None:
-        """Notes the object that is making a variable, if one is."""
-        stack = keras_state.get_global_attribute("name_scope_stack") or []
+        """Tracks the object that is creating a variable, if any."""
+        stack = names.keras_state.get_global_attribute("name_scope_stack") or []
         maker = getattr(stack[-1], "caller", None) if stack else None
         if isinstance(maker, self._kind):
             self.note(maker)
 
     def note(self, made: T) -> None:
-        """Notes one."""
         with _lock:
-            self._known.add(made)
+            self._tracked.add(made)
 
     def together_with(self, others: Iterable[T]) -> list[T]:
-        """All that are known, and `others`; each once."""
+        """All tracked objects and `others`, each once."""
         with _lock:
-            known = list(self._known)
-        return list({id(one): one for one in [*known, *others]}.values())
+            tracked = list(self._tracked)
+        return list({id(one): one for one in [*tracked, *others]}.values())

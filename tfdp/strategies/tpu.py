@@ -1,4 +1,4 @@
-"""`TPUDataParallelStrategy`: the same script on the cores of a TPU."""
+"""`TPUDataParallelStrategy`: trains on the cores of a TPU."""
 
 from __future__ import annotations
 
@@ -32,13 +32,11 @@ from tfdp.tracing.run import ReplicaRun
 from tfdp.variables.global_seed import with_global_seed
 from tfdp.variables.tpu import TPUOwnSumVariable, TPUReplicaVariable, TPUSeedVariable
 
-WIRE_DTYPES = (None, "bfloat16")
-
-# Why an option of `Communication` has no sense on a TPU.
+# Why an option of `Communication` does not apply to a TPU.
 NOT_ON_TPU = {
     "bucket_bytes": "XLA packs neighbouring sums by itself (its all-reduce combiner)",
     "first_bucket_bytes": "XLA starts each sum as soon as its inputs are there",
-    "hierarchy": "XLA knows the links between the cores",
+    "hierarchy": "XLA uses the links between the cores",
     "engine": "the sum is an op of the program that XLA compiles for all cores",
     "timeout_seconds": "the cores run one program, in lockstep",
     "silence_seconds": "the cores run one program, in lockstep",
@@ -48,7 +46,7 @@ NOT_ON_TPU = {
     "compression": "the cores' links are faster than any encoding",
     "compression_across": "the cores' links are faster than any encoding",
     "checksum": "the cores share no network that tfdp uses",
-    "repeated_rows": "XLA has no lists of a length that is known to a step only",
+    "repeated_rows": "XLA has no lists with a length that depends on the step",
 }
 
 
@@ -59,32 +57,28 @@ class TPUDataParallelStrategy(ReplicaContextStrategy, tf.distribute.TPUStrategy)
 
         g = (1 / N) sum_r grad L_r(w),    w <- update(w, g)
 
-    on every core alike, as `DataParallelStrategy` does, and by the same code: sample
-    weighting, clipping after the reduction, accumulation, random draws per core. To
-    Keras and TensorFlow it is a `tf.distribute.TPUStrategy`. The sum is XLA's
-    cross-replica sum, within the one program that all cores run.
-
-    Not run on a TPU yet: none was at hand. See docs/tpu.md for what was tested.
+    identically on every core, with the code of `DataParallelStrategy`. To Keras and
+    TensorFlow it is a `tf.distribute.TPUStrategy`; XLA's cross-replica sum adds the
+    gradients, within the one program that all cores run. Not run on a TPU yet: none was
+    available. See docs/tpu.md for what was tested.
 
     Args:
       tpu: "local" for the cores of this machine (a TPU VM, Colab), the name of a TPU,
-        `grpc://host:port`, or a `TPUClusterResolver`. Connected and started once.
-      communication: None, or the defaults: what a `Communication` says otherwise has
-        no meaning here and is refused.
+        `grpc://host:port`, or a `TPUClusterResolver`. Initialized once.
+      communication: None, or the defaults; other options are refused.
       shard: "optimizer" (1): each core holds, and updates, 1 / N of the optimizer's
-        state, as ZeRO stage 1 does. "none" (0): all of it. See docs/sharding.md.
+        state, as in ZeRO stage 1. "none" (0): all of it. See docs/sharding.md.
       shard_min_bytes: variables below this size are not sharded.
       draws_per_replica: see `DataParallelStrategy`.
-      pad_batches: True: short batches are filled up with rows that count for nothing,
-        because the program has fixed shapes. A number is the global batch size, for
-        data that do not tell it. False: batches go as they come.
-      wire_dtype: "bfloat16" sends gradients in half of the bytes, rounded to 8 bits;
-        None sends them as they are.
+      pad_batches: True: short batches are padded with rows that have no effect, because
+        the program has fixed shapes. A number is the global batch size, for data that
+        do not state it. False: no padding.
+      wire_dtype: "bfloat16" halves the bytes of gradients, rounded to 8 bits; None
+        does not round.
 
     Raises:
-      ConfigurationError: when an argument is not as above, or Keras' backend is not
-        TensorFlow.
-      TPUError: when the TPU cannot be used; it says why and what to do.
+      ConfigurationError: for a bad argument, or if Keras' backend is not TensorFlow.
+      TPUError: if the TPU cannot be used, with the reason and what to do.
 
     Cost: per step and core 2 n (N - 1) / N bytes for n bytes of gradients.
 
@@ -122,11 +116,11 @@ class TPUDataParallelStrategy(ReplicaContextStrategy, tf.distribute.TPUStrategy)
         if self._sharding.stage > 1:
             raise ConfigurationError(
                 "shard must be 'none' or 'optimizer' on a TPU. Stages 2 and 3 give "
-                "each replica gradients and weights of its own, and the accumulators "
-                "and layers that read them need a graph for each replica: a TPU has "
-                f"one for all. Received: {shard!r}."
+                "each replica its own gradients and weights, and the accumulators and "
+                "layers that read them need a graph for each replica: a TPU has one "
+                f"for all. Received: {shard!r}."
             )
-        if wire_dtype not in WIRE_DTYPES:
+        if wire_dtype not in (None, "bfloat16"):
             raise ConfigurationError(
                 "wire_dtype must be None or 'bfloat16': TPU cores add no smaller "
                 f"floats. Received: {wire_dtype!r}."
@@ -150,7 +144,7 @@ class TPUDataParallelStrategy(ReplicaContextStrategy, tf.distribute.TPUStrategy)
 
     @property
     def engine_name(self) -> str:
-        """What adds gradients: "cross_replica_sum"."""
+        """The op that adds gradients: "cross_replica_sum"."""
         return "cross_replica_sum"
 
     @property
@@ -158,17 +152,9 @@ class TPUDataParallelStrategy(ReplicaContextStrategy, tf.distribute.TPUStrategy)
         return self.engine_name
 
     def run(
-        self,
-        fn: Callable,
-        args: Any = (),
-        kwargs: Any = None,
-        options: Any = None,
+        self, fn: Callable, args: Any = (), kwargs: Any = None, options: Any = None
     ) -> Any:
-        """Runs `fn` on every core; see `tf.distribute.Strategy.run`.
-
-        Raises:
-          ConfigurationError: for a plain Python function outside of a `tf.function`.
-        """
+        """Runs `fn`, or the `tf.function` around this call, on every core."""
         if tf.executing_eagerly() and not is_function(fn):
             raise ConfigurationError(
                 "TPU cores run compiled programs only. Compile the model with "
@@ -179,40 +165,27 @@ class TPUDataParallelStrategy(ReplicaContextStrategy, tf.distribute.TPUStrategy)
 
 
 def check_communication(communication: Communication | None) -> None:
-    """Refuses settings of `communication` that a TPU has no use for.
-
-    Raises:
-      ConfigurationError: naming the first and why.
-    """
+    """Refuses options of `communication` that do not apply to a TPU."""
     communication = checked_communication(communication)
     for field in dataclasses.fields(Communication):
         value = getattr(communication, field.name)
         if value != field.default:
             reason = NOT_ON_TPU.get(field.name, "nothing leaves the TPU's own links")
             raise ConfigurationError(
-                f"Communication({field.name}={value!r}) has no meaning on a TPU: "
-                f"{reason}. Leave it out. For half of the bytes on the links: "
+                f"Communication({field.name}={value!r}) has no effect on a TPU: "
+                f"{reason}. Leave it out. To halve the bytes on the links: "
                 "TPUDataParallelStrategy(wire_dtype='bfloat16')."
             )
-
-
-# The TPU strategy's inside: a `TPUExtended` whose replicas never leave their context.
-#
-# TensorFlow traces one function for all replicas and hands it to XLA; the rank is a
-# tensor in it. Reduction and updates are ops of that one program.
 
 
 class TPUDataParallelExtended(ReplicaExtended, TPUExtended):
     """`TPUExtended` that reduces and updates in replica context.
 
-    Args:
-      strategy: the strategy it belongs to.
-      resolver: a `tf.distribute.cluster_resolver.TPUClusterResolver`.
-      make_reducer: makes what moves tensors between N replicas, from N.
-      draws_per_replica: whether random layers draw apart on every replica.
-      sharding: what each replica holds a shard of only.
-      device_assignment: see `tf.distribute.TPUStrategy`; None for all cores.
+    All replicas share one function, in which the rank is a tensor. `make_reducer`:
+    returns the reducer for N replicas, given N.
     """
+
+    replica_classes = TPUReplicaVariable, TPUOwnSumVariable, TPUSeedVariable
 
     def __init__(
         self,
@@ -225,12 +198,12 @@ class TPUDataParallelExtended(ReplicaExtended, TPUExtended):
         device_assignment: Any = None,
     ):
         self._draws_per_replica = draws_per_replica
-        #: Whether an update of one variable is being built: assignments are final.
+        #: Whether an update of one variable is being built: its assignments are final.
         self.is_updating_own_copy = False
         self.remember_made()
         self.shards: ShardUpdates | None = None
         super().__init__(strategy, resolver, device_assignment=device_assignment)
-        # Classes of variables, not policies, say how a variable behaves: ours are such.
+        # Our variable classes define how a variable behaves, instead of policies.
         self._use_var_policy = False
         self.current_run = ReplicaRun(self._num_replicas_in_sync)
         self.reducer = make_reducer(self._num_replicas_in_sync)
@@ -241,7 +214,6 @@ class TPUDataParallelExtended(ReplicaExtended, TPUExtended):
         pack_variables(strategy)
 
     def update_own_copy(self, variable: Any, fn: Callable, value: Any) -> None:
-        """Calls `fn` with the calling replica's copy of `variable`, and `value`."""
         with self._updating_own_copy():
             fn(variable, value)
 
@@ -257,7 +229,6 @@ class TPUDataParallelExtended(ReplicaExtended, TPUExtended):
         return False
 
     def tpu_run(self, fn: Callable, args: Any, kwargs: Any, options: Any = None) -> Any:
-        """Traces `fn` once and runs it on every core."""
         self.begin_run()
         return super().tpu_run(with_global_seed(fn), args, kwargs, options)
 
@@ -294,31 +265,16 @@ class TPUDataParallelExtended(ReplicaExtended, TPUExtended):
         variable = super()._create_variable(next_creator, **kwargs)
         if type(variable) is not TPUMirroredVariable:
             return variable
-        own = self.has_own_sums(kwargs)
-        plain = TPUOwnSumVariable if own else TPUReplicaVariable
-        return self.made_for_replicas(variable, shard_class, plain, TPUSeedVariable)
-
-
-# Connects to a TPU and starts it, once; explains what goes wrong.
+        return self.made_for_replicas(variable, shard_class, kwargs)
 
 
 PACKAGES = ("tensorflow-tpu", "tensorflow", "tensorflow-cpu", "libtpu", "keras")
-
-# By address: starting a TPU again would throw away every variable that lies on it.
+# By address: initializing a TPU again would destroy its variables.
 _CONNECTED: dict[str, Any] = {}
 
 
 def connect(tpu: Any = "local") -> Any:
-    """The resolver of a TPU that runs.
-
-    Args:
-      tpu: "local" for the cores of this machine, the name of a TPU,
-        `grpc://host:port`, or a `tf.distribute.cluster_resolver.TPUClusterResolver`.
-
-    Raises:
-      ConfigurationError: when `tpu` is none of these.
-      TPUError: when there is no such TPU or it does not start; it says what to do.
-    """
+    """The resolver of an initialized TPU; `tpu`: see `TPUDataParallelStrategy`."""
     resolver_class = tf.distribute.cluster_resolver.TPUClusterResolver
     is_resolver = isinstance(tpu, resolver_class)
     if not is_resolver and (not isinstance(tpu, str) or not tpu):
@@ -332,19 +288,18 @@ def connect(tpu: Any = "local") -> Any:
             resolver = tpu if is_resolver else resolver_class(tpu=tpu)
             tf.config.experimental_connect_to_cluster(resolver)
             tf.tpu.experimental.initialize_tpu_system(resolver)
-        # Errors of TensorFlow, of its library and of the network: one root each.
+        # Errors of TensorFlow, of its library and of the network.
         except (tf.errors.OpError, RuntimeError, ValueError, OSError) as error:
             found = find_tpu()
             signs = found.signs if found is not None else ()
             raise TPUError(
-                explain_tpu_failure(str(error), address, signs, installed_versions())
+                explain_tpu_failure(str(error), address, signs, _installed_versions())
             ) from error
         _CONNECTED[address] = resolver
     return _CONNECTED[address]
 
 
-def installed_versions() -> dict[str, str]:
-    """The versions of the packages that a TPU's use depends on."""
+def _installed_versions() -> dict[str, str]:
     versions = {}
     for name in PACKAGES:
         try:

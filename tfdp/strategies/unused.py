@@ -1,6 +1,6 @@
-"""Says at the end of a program that its strategy was made and trained nothing.
+"""Prints, at the end of a program, that its strategy was created and never used.
 
-A model that is made outside of the scope trains on one device, without an error.
+A model made outside the scope trains on one device, without an error.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ _used: list[bool] = []
 
 
 def note_made(strategy: object, is_chief: bool) -> None:
-    """Remembers that a strategy was made; of several workers the first one says it."""
+    """Records that a strategy was created; only the chief prints the message."""
     if is_chief and not _made and not _used:
         _made.append(repr(strategy))
         atexit.register(_say_if_unused)
 
 
 def note_used() -> None:
-    """Some strategy was used: its scope, or a step of it; nothing is said then."""
+    """Records that a strategy's scope or step was used: no message then."""
     if not _used:
         _used.append(True)
 
 
 def _say_if_unused() -> None:
-    # Who was ended by an error, or tries things out by hand, knows why.
+    # After an error, or in an interactive session, the user needs no message.
     if _used or hasattr(sys, "last_type") or hasattr(sys, "ps1"):
         return
     print(

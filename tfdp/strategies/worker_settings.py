@@ -1,4 +1,4 @@
-"""What every worker must be set up with alike, to compute the same numbers."""
+"""Settings that must be identical on every worker."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def settings_of(
     communication: Communication,
     draws_per_replica: bool,
 ) -> dict[str, Any]:
-    """A strategy's options and Keras' types, by the names that users give them."""
+    """A strategy's options and Keras' types, by their public names."""
     return {
         "devices_per_host": len(devices),
         "shard": strategy.shard,
@@ -32,14 +32,13 @@ def settings_of(
         "keras.config.dtype_policy()": keras.config.dtype_policy().name,
         "keras.config.floatx()": keras.config.floatx(),
         **{
-            f"Communication.{field.name}": _plain(getattr(communication, field.name))
+            f"Communication.{field.name}": _to_json(getattr(communication, field.name))
             for field in dataclasses.fields(communication)
         },
     }
 
 
-def _plain(value: Any) -> Any:
-    """What JSON can hold: a compression by its name and arguments."""
+def _to_json(value: Any) -> Any:
     return repr(value) if isinstance(value, Compression) else value
 
 
@@ -49,27 +48,16 @@ def policies_of(model: Any) -> str:
     return ", ".join(sorted({layer.dtype_policy.name for layer in layers}))
 
 
-# Settings that every worker must have alike; another one is named with its worker.
-
-
-# Of one worker's settings, which are names and numbers.
+# Bound for one worker's settings.
 MOST_BYTES = 1 << 20
 
 
 def refuse_differences(link: HostLink, settings: Mapping[str, Any]) -> None:
-    """Compares this worker's settings with everybody's.
-
-    Args:
-      settings: by name; values that JSON can hold.
-
-    Raises:
-      ConfigurationError: on all workers, with each setting that is not the same
-        everywhere and which worker has what.
-    """
+    """Compares this worker's settings, as JSON, with those of all workers."""
     mine = json.dumps(dict(settings))
     blobs = link.gather(mine.encode(), "settings", most_bytes=MOST_BYTES)
-    everybody = [_parsed(blob, rank, link.rank) for rank, blob in enumerate(blobs)]
-    found = differences(everybody)
+    by_rank = [_parsed(blob, rank, link.rank) for rank, blob in enumerate(blobs)]
+    found = differences(by_rank)
     if found:
         raise ConfigurationError(
             f"The workers were set up differently: {'; '.join(found)}. Give every "
@@ -77,24 +65,19 @@ def refuse_differences(link: HostLink, settings: Mapping[str, Any]) -> None:
         )
 
 
-def differences(everybody: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What differs, one sentence for each setting.
-
-    Args:
-      everybody: the settings of each worker, by rank.
+def differences(by_rank: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The differences between the workers' settings, one sentence for each setting.
 
     >>> differences([{"shard": "none", "offload": "none"},
     ...              {"shard": "optimizer", "offload": "none"}])
     ["shard is 'none' on worker 0, 'optimizer' on worker 1"]
     """
-    names = dict.fromkeys(name for settings in everybody for name in settings)
+    names = dict.fromkeys(name for settings in by_rank for name in settings)
     found = []
     for name in names:
-        values = [settings.get(name) for settings in everybody]
+        values = [settings.get(name) for settings in by_rank]
         if any(value != values[0] for value in values):
-            by_worker = (
-                f"{value!r} on worker {rank}" for rank, value in enumerate(values)
-            )
+            by_worker = [f"{value!r} on worker {i}" for i, value in enumerate(values)]
             found.append(f"{name} is {', '.join(by_worker)}")
     return found
 
@@ -105,7 +88,7 @@ def _parsed(blob: bytes, rank: int, own_rank: int) -> Mapping[str, Any]:
     except (ValueError, RecursionError):
         settings = None
     if not isinstance(settings, dict):
-        # The engine "tensorflow" begins by telling a port.
+        # The engine "tensorflow" begins with a port number.
         raise ConfigurationError(
             f"Worker {rank} has another Communication than worker {own_rank}: another "
             "engine. Give every worker the same."

@@ -1,1 +1,1 @@
-"""Variables with a copy on each replica, which replicas update on their own."""
+"""Variables with a copy on each replica, which replicas update by themselves."""

@@ -1,14 +1,13 @@
-"""A hash of the bits of a variable, computed where the variable lies.
+"""A hash of the bits of a variable, computed on the variable's device.
 
-With the words b_0, b_1, ... that a variable's bits make (32 bits each; what is smaller
-than a word is one word for each number) and the mixing function m of MurmurHash3
+With the 32-bit words b_0, b_1, ... of a variable (smaller numbers take one word each)
+and the mixing function m of MurmurHash3
 
     h = sum_i m(b_i xor (i g)) modulo 2^32,    g = 2^32 / golden ratio
 
-A sum of whole numbers is the same in any order, so it is the same on every device and
-however a device adds. m is one-to-one, so that one word that differs always shows; of
-other differences one in 2^32 does not. The same numbers in other places have another
-hash, and so have 0.0 and -0.0, and two NaN of other bits.
+An integer sum does not depend on the order, so it is the same on every device. m is
+one-to-one, so a difference in one word always shows; others are missed once in 2^32.
+The order of numbers counts, and so do the bits of 0.0 and -0.0, and of NaNs.
 
 Source: A. Appleby, MurmurHash3, 2011 (the finalizer of its 32 bits).
 """
@@ -21,18 +20,15 @@ import tensorflow as tf
 
 GOLDEN = 0x9E3779B9
 STEPS = ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1))
-# A megabyte, which stays in a core's cache; compiled once, since all have one size.
+# A megabyte, which fits a core's cache; compiled once, as all have this size.
 WORDS_AT_ONCE = 2**18
 
 
 def bit_hash(variable: Any) -> tf.Tensor:
-    """The hash of the bits of `variable`, a uint32 scalar on the variable's device.
+    """The hash of one device's `variable`, a uint32 scalar on its device.
 
-    Args:
-      variable: one device's; of numbers, whole numbers or bools.
-
-    Cost: two passes over the variable. Measured on one core: 2 to 3 ns a word, and a
-    millisecond at most for each variable.
+    Cost: two passes over the variable. Measured on one core: 2 to 3 ns a word, and at
+    most a millisecond for each variable.
     """
     with tf.device(variable.device):
         return _hash_of_words(_words_of(variable.read_value()))
@@ -45,7 +41,7 @@ def _words_of(value: tf.Tensor) -> tf.Tensor:
     elif value.dtype.is_complex:
         value = tf.stack([tf.math.real(value), tf.math.imag(value)])
     elif value.dtype.is_floating and value.dtype.size == 1:
-        # TensorFlow has no bits of float8; a float16 holds each of its numbers.
+        # TensorFlow cannot bitcast float8; a float16 holds each of its numbers.
         value = tf.cast(value, tf.float16)
     words = {1: tf.uint8, 2: tf.uint16}.get(value.dtype.size, tf.uint32)
     if value.dtype != words:
@@ -54,7 +50,7 @@ def _words_of(value: tf.Tensor) -> tf.Tensor:
 
 
 def _mixed_sum(words: tf.Tensor, first: tf.Tensor) -> tf.Tensor:
-    """The part of the sum that `words` from the place `first` on make."""
+    """The part of the sum for `words`, the first of which has the index `first`."""
     places = tf.bitcast(first + tf.range(tf.size(words)), tf.uint32)
     mixed = words ^ (places * tf.constant(GOLDEN, tf.uint32))
     for shift, factor in STEPS:

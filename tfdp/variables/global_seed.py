@@ -1,10 +1,10 @@
-"""Keras' global generator of seeds, under a strategy.
+"""Keras' global seed generator, under a strategy.
 
-`keras.random.normal(shape)` without a seed draws from a generator that Keras makes when
-it is first asked, one for each thread. The replicas of a step are traced in threads
-that are new every time, and a trace may make variables once at most: one device runs
-such a layer, replicas would not. They are given the generator of the thread that called
-`strategy.run`, whose state is a variable of the strategy, made outside of the trace.
+`keras.random.normal(shape)` without a seed draws from a generator that Keras creates on
+first use, one for each thread. Replicas are traced in new threads every time, and a
+trace may create variables only once, so such a layer would fail. Replicas get the
+generator of the thread that called `strategy.run`, whose state is a variable of the
+strategy, created outside the trace.
 """
 
 from __future__ import annotations
@@ -21,30 +21,22 @@ import tensorflow as tf
 
 from tfdp._private.functions import library_code
 from tfdp._private.keras_layers import keras_attribute
-from tfdp._private.names import (
-    current_rank,
-    global_seed,
-    keras_state,
-    put_global_seed,
-)
+from tfdp._private.names import current_rank, global_seed, keras_state, put_global_seed
 from tfdp.variables.mirrored import SEED_STRIDE
 
-# What Keras calls it.
+# The name in Keras' global state.
 ATTRIBUTE = "global_seed_generator"
 PLAIN, OF_STRATEGY = "0", "1"
 
 
 class GlobalSeed(keras.random.SeedGenerator):
-    """A global generator with a state for each strategy; made when first asked.
+    """A global generator with a state for each strategy, created on first use.
 
-    Not earlier: a generator takes its seed from Python's `random`, and one device
-    would have it take it at the first draw.
-
-    Args:
-      plain: the generator that was there before; None: none was.
+    Not earlier: a generator takes its seed from Python's `random`, which on one device
+    happens at the first draw. `plain`: the previous generator, if any.
     """
 
-    # Keras' own constructor would draw a seed and make a variable.
+    # Keras' own constructor would draw a seed and create a variable.
     def __init__(self, plain: keras.random.SeedGenerator | None):
         self.name = "global_seed"
         self._initial_seed = None
@@ -55,17 +47,15 @@ class GlobalSeed(keras.random.SeedGenerator):
 
     @property
     def state(self) -> keras.Variable:
-        """That of the strategy in whose replica, or scope, the caller is."""
         return self._current().state
 
     def next(self, ordered: bool = True) -> Any:
-        """The next seed."""
         generator = self._current()
         variable = generator.state.value
         if ordered or not isinstance(variable, tf.distribute.DistributedValues):
             return generator.next(ordered)
-        # Keras' sequence, on what is stored: every replica sees that plus an offset of
-        # its own, which the sequence would not leave alone.
+        # Keras' sequence, applied to the stored state: each replica reads that plus its
+        # own offset, which the sequence would not preserve.
         seen = tf.identity(variable)
         offset = getattr(variable, "own_offset", lambda: None)()
         stored = seen if offset is None else seen - offset
@@ -78,27 +68,25 @@ class GlobalSeed(keras.random.SeedGenerator):
             return self.make_plain()
         strategy = tf.distribute.get_strategy()
         if strategy not in self._under:
-            # A thread of its own is in no replica and builds no graph.
+            # A new thread is in no replica and builds no graph.
             with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
                 self._under[strategy] = thread.submit(self._made, strategy).result()
         return self._under[strategy]
 
     def make_plain(self) -> keras.random.SeedGenerator:
-        """The generator without a strategy."""
         if self._plain is None:
             with tf.init_scope():
                 self._plain = keras.random.SeedGenerator()
         return self._plain
 
     def states(self, strategy: tf.distribute.Strategy) -> dict[str, keras.Variable]:
-        """What was made already, nothing else: see `global_seed_states`."""
         found = {} if self._plain is None else {PLAIN: self._plain.state}
         if strategy in self._under:
             found[OF_STRATEGY] = self._under[strategy].state
         return found
 
     def _made(self, strategy: tf.distribute.Strategy) -> keras.random.SeedGenerator:
-        """A generator that goes on where the one without a strategy stands."""
+        """A generator that continues from the state of the one without a strategy."""
         with strategy.scope():
             if self._plain is None:
                 return keras.random.SeedGenerator()
@@ -109,13 +97,7 @@ class GlobalSeed(keras.random.SeedGenerator):
 
 
 def global_seed_states(strategy: tf.distribute.Strategy) -> dict[str, keras.Variable]:
-    """The states of this thread's global generator that have been made, by name.
-
-    Asking makes none: that would take a number from Python's `random`.
-
-    Returns:
-      PLAIN: that without a strategy; OF_STRATEGY: that of the replicas.
-    """
+    """The existing states of this thread's global generator, by name; creates none."""
     generator = keras_state.get_global_attribute(ATTRIBUTE)
     if generator is None:
         return {}
@@ -127,7 +109,7 @@ def global_seed_states(strategy: tf.distribute.Strategy) -> dict[str, keras.Vari
 def make_global_seed_states(
     strategy: tf.distribute.Strategy, names: Collection[str]
 ) -> None:
-    """Makes those that are missing of `names`, for values that are known already."""
+    """Creates the states of `names` that do not exist, before they are restored."""
     missing = set(names) - set(global_seed_states(strategy))
     if PLAIN in missing:
         generator = keras_state.get_global_attribute(ATTRIBUTE)
@@ -153,12 +135,7 @@ def _of_this_thread() -> GlobalSeed:
 def with_global_seed(
     function: Callable, draw_as: Callable[[Any], None] = lambda rank: None
 ) -> Callable:
-    """`function` as the replicas run it, with the global generator of this thread.
-
-    Args:
-      function: of a replica.
-      draw_as: see `draws_apart`; one program for all replicas has no use for it.
-    """
+    """`function` as the replicas run it, with the global generator of this thread."""
     generator = _of_this_thread()
 
     @library_code
@@ -172,19 +149,16 @@ def with_global_seed(
 
 
 @contextlib.contextmanager
-def draws_apart(first_draw: int | None) -> Iterator[Callable[[Any], None]]:
-    """While this lasts `tf.random.normal` and its like draw apart on all replicas.
+def independent_draws(first_draw: int | None) -> Iterator[Callable[[Any], None]]:
+    """Within this context, `tf.random.normal` and similar ops differ on all replicas.
 
-    TensorFlow seeds each by what `tf.random.set_seed` was given and by its number in
-    the graph. The one is alike on all hosts, the other, in a branch or in a function
-    that is called, on all replicas.
+    TensorFlow seeds each op by `tf.random.set_seed` and by its number in the graph. The
+    former is equal on all hosts; the latter, in a branch or in a called function, on
+    all replicas.
 
-    Args:
-      first_draw: which of the draws that are apart this process begins with, 0 being
-        those of one device; None: replicas may draw alike.
-
-    Yields:
-      What the replica of the given rank calls before it draws.
+    `first_draw`: the index of this process's first replica, 0 to draw as one device;
+    None: replicas may draw the same numbers. Yields a function that the replica of the
+    given rank calls before it draws.
     """
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     seed = global_seed() if graph is None else graph.seed
@@ -198,7 +172,7 @@ def draws_apart(first_draw: int | None) -> Iterator[Callable[[Any], None]]:
     def draw_as(rank: Any) -> None:
         if first_draw is None or seed is None or not isinstance(rank, int):
             return
-        # Seeds are nonnegative numbers of 31 bits.
+        # Seeds are nonnegative 31-bit integers.
         offset = (first_draw + rank) * SEED_STRIDE
         put((seed + offset) % (2**31 - 1) if offset else seed)
 
@@ -206,34 +180,29 @@ def draws_apart(first_draw: int | None) -> Iterator[Callable[[Any], None]]:
     try:
         yield draw_as
     finally:
-        # Not by each replica: where they take turns another one has put its own.
+        # Not by each replica: they take turns, and another one has set its own.
         put(seed)
 
 
-class _Led:
-    """Stands for Keras' global generator, which is made when it is first asked.
+class _OverriddenGenerator:
+    """Keras' global generator with `next` overridden by `override(next)`."""
 
-    Args:
-      next_of: for the `next` of a generator that of the time being.
-    """
-
-    def __init__(self, next_of: Callable[[Callable], Callable]):
-        self._next_of = next_of
+    def __init__(self, override: Callable[[Callable], Callable]):
+        self._override = override
         self.plain = keras_state.get_global_attribute(ATTRIBUTE)
 
     def next(self, ordered: bool = True) -> Any:
-        """What the global generator gives, by `next_of`."""
         if self.plain is None:
             self.plain = keras.random.SeedGenerator()  # as Keras does
-        return self._next_of(lambda given: self.plain.next(given))(ordered)
+        return self._override(lambda given: self.plain.next(given))(ordered)
 
 
 @contextlib.contextmanager
-def drawing_globally(next_of: Callable[[Callable], Callable]) -> Iterator[None]:
-    """While this lasts draws without a seed are led as `next_of(next)` says."""
-    led = _Led(next_of)
-    keras_state.set_global_attribute(ATTRIBUTE, led)
+def drawing_globally(override: Callable[[Callable], Callable]) -> Iterator[None]:
+    """Within this context, `override(next)` makes the draws without a seed."""
+    generator = _OverriddenGenerator(override)
+    keras_state.set_global_attribute(ATTRIBUTE, generator)
     try:
         yield
     finally:
-        keras_state.set_global_attribute(ATTRIBUTE, led.plain)
+        keras_state.set_global_attribute(ATTRIBUTE, generator.plain)

@@ -9,62 +9,51 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdp._private import names
 from tfdp._private.frames import number_added_by_keras
-from tfdp._private.names import (
-    MirroredVariable,
-    SyncOnReadVariable,
-    current_rank,
-    in_save_context,
-    own_copy,
-)
 from tfdp._private.variable_hooks import checkpoint_unless_hooked
 from tfdp.errors import CheckpointWarning, ConfigurationError
 from tfdp.tracing.assigned_terms import change_of, term_added_to
 from tfdp.tracing.dependencies import is_of_own_rows
 from tfdp.tracing.replica_invariance import is_same_on_every_replica, outermost
-from tfdp.variables.local_view import LocalView
+from tfdp.variables.local_view import LocalView, in_replica_of
 
-# What replicas have stored each for itself, which outside is their mean.
-#
-# Moving statistics are brought together with the gradients, or before these are
-# accumulated, and what a step stores behind its update at its end. What eager replicas
-# and TPU cores store behind it is not. Who reads it (a file, a callback) gets the mean,
-# in the place of the first replica's.
-#
-# On several hosts that is the mean of one of them, and a warning says so.
+# Outside replicas, state that replicas store independently reads as its mean (in files
+# and callbacks), instead of the first replica's value. A step synchronizes moving
+# statistics with the gradients, or before these are accumulated, and, in graphs, values
+# stored after the update at its end; eager replicas and TPU cores do not do the latter.
+# On several hosts the mean is one host's, with a warning.
 
 
-class OwnMeans(MirroredVariable):
-    """A mirrored variable of which replicas may have values of their own; a mixin."""
+class OwnMeans(names.MirroredVariable):
+    """A mirrored variable that may differ between replicas; a mixin."""
 
-    #: Whether replicas assign floats of their own.
+    #: Whether replicas assign floats independently.
     _is_mean_of_own = False
 
     def note_own(self) -> None:
-        """From now on what is read outside of replicas is the mean of the copies."""
+        """From now on, reads outside replicas return the mean of the copies."""
         if not self._is_mean_of_own:
             self._is_mean_of_own = True
             checkpoint_unless_hooked(self, self._mean, self.assign)
 
     def _get(self) -> Any:
-        # Outside all scopes TensorFlow has a replica context, too: another strategy's.
-        context = tf.distribute.get_replica_context()
-        is_own = context is not None and context.strategy is self.distribute_strategy
+        is_own = in_replica_of(self.distribute_strategy)
         return super()._get() if is_own or not self._is_read_as_mean() else self._mean()
 
     def _get_cross_replica(self) -> tf.Tensor:
         return self._mean() if self._is_read_as_mean() else super()._get_cross_replica()
 
     def _is_read_as_mean(self) -> bool:
-        # Graphs are built of one copy, as they may be compiled for one device.
-        is_in_graph = in_save_context() or not tf.executing_eagerly()
+        # Graphs use one copy, since they may be compiled for one device.
+        is_in_graph = names.in_save_context() or not tf.executing_eagerly()
         return self._is_mean_of_own and not is_in_graph
 
     def _mean(self) -> tf.Tensor:
         own = [copy.read_value() for copy in self.values]
         first = own[0].numpy().tobytes()
         if all(value.numpy().tobytes() == first for value in own[1:]):
-            return own[0]  # the mean of what is alike may be rounded
+            return own[0]  # the mean of identical values may be rounded
         self._warn_of_a_part()
         with tf.device(self.values[0].device):
             total = tf.add_n([tf.cast(value, tf.float64) for value in own])
@@ -75,21 +64,21 @@ class OwnMeans(MirroredVariable):
         if hosts > 1:
             warnings.warn(
                 f"{self.name.split(':')[0]!r} is read, or written to a file, while "
-                "each replica has a value of its own, stored behind the step's update: "
-                f"this is the mean of those of one of {hosts} hosts. Store it before "
-                "the update, or run the step in a graph (run_eagerly=False).",
+                "each replica has its own value, stored after the step's update: this "
+                f"is the mean over one of {hosts} hosts only. Store it before the "
+                "update, or run the step in a graph (run_eagerly=False).",
                 CheckpointWarning,
                 stacklevel=2,
             )
 
 
-# 2^32 divided by the golden ratio: multiples of it are far apart modulo 2^32.
+# 2^32 divided by the golden ratio: its multiples are spread evenly modulo 2^32.
 SEED_STRIDE = 0x9E3779B9
 SEED_TYPES = (tf.int64, tf.uint32)
 
 
 class PythonValue:
-    """What Python and NumPy make of a variable, as of one device's; a mixin."""
+    """Conversion to NumPy and Python numbers, as of a plain variable; a mixin."""
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         value = np.asarray(self.numpy(), dtype)  # type: ignore[attr-defined]
@@ -103,49 +92,42 @@ class PythonValue:
 
 
 class HandleOfReplica:
-    """A variable whose handle exists within replicas only; a mixin."""
+    """A variable with a handle only within replicas; a mixin."""
 
     @property
     def handle(self) -> tf.Tensor:
-        """The resource of the copy that is meant here.
-
-        Raises:
-          ConfigurationError: outside of replicas none is meant.
-        """
         try:
             return super().handle  # type: ignore[misc]
         except ValueError as error:
             raise ConfigurationError(
                 f"The variable {self.name!r} has a copy on each replica, and within "  # type: ignore[attr-defined]
-                "strategy.scope() but outside of strategy.run nothing says which one "
-                "is meant. Put the step (the model's call under a GradientTape, "
-                "optimizer.apply) into a function and run it on every replica, by "
-                "strategy.run(step, args=(batch,)); model.fit does that itself."
+                "strategy.scope() but outside of strategy.run none is selected. Put "
+                "the step (model's call under a GradientTape, optimizer.apply) in a "
+                "function and run it by strategy.run(step, args=(batch,)); model.fit "
+                "does that itself."
             ) from error
 
 
 def before_storing(variable: Any, own: tf.Variable) -> None:
-    """Before a step of a replica, and no optimizer, assigns to its own part."""
+    """Called before a replica's step, but no optimizer, assigns to its component."""
     guard = variable.distribute_strategy.extended.current_run.guard
     if guard is not None:
-        guard.remember_stored(current_rank(), [own])
+        guard.remember_stored(names.current_rank(), [own])
 
 
 class ReplicaMirroredVariable(PythonValue, HandleOfReplica, OwnMeans, LocalView):
-    """A mirrored variable whose first-replica-only updates need no `merge_call`.
+    """A mirrored variable that needs no `merge_call` for updates by one replica.
 
-    Keras' counters are such variables. Stock TensorFlow goes to the cross-replica
-    context to hand replica 0's value out, which fails inside conditionals (float16
-    loss scaling, accumulation). Here the value is broadcast in replica context, or,
-    when it is made of the counter itself and constants, just used.
-
-    Float variables that a replica assigns to on its own (moving statistics) are noted,
-    so that the replicas' values can be brought together with the gradients.
+    Stock TensorFlow distributes replica 0's value of a counter in the cross-replica
+    context, which fails inside conditionals (float16 loss scaling, accumulation). Here
+    it is broadcast in replica context, or, if it depends only on the counter and
+    constants, used directly. Float variables that a replica assigns independently
+    (moving statistics) are recorded, and synchronized along with the gradients.
     """
 
     def _update_replica(self, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
         extended = self.distribute_strategy.extended
-        run, rank = extended.current_run, current_rank()
+        run, rank = extended.current_run, names.current_rank()
         if self.aggregation == tf.VariableAggregation.NONE:
             if self.dtype.is_floating:
                 run.note_local_state(rank, self, value)
@@ -157,10 +139,8 @@ class ReplicaMirroredVariable(PythonValue, HandleOfReplica, OwnMeans, LocalView)
             elif not run.is_updating and not _is_replicated(value, self, rank):
                 self.is_of_replica = True
         if tf.is_tensor(value) and isinstance(rank, int):
-            if (
-                self.aggregation == tf.VariableAggregation.MEAN
-                and value.dtype.is_floating
-            ):
+            is_mean = self.aggregation == tf.VariableAggregation.MEAN
+            if is_mean and value.dtype.is_floating:
                 value = self._weighted_by_rows(value)
             elif self.aggregation == tf.VariableAggregation.SUM:
                 update_fn, value = self._of_what_is_added(update_fn, value)
@@ -182,7 +162,7 @@ class ReplicaMirroredVariable(PythonValue, HandleOfReplica, OwnMeans, LocalView)
         name: str | None = None,
         read_value: bool = True,
     ) -> Any:
-        """Adds; what replicas add on their own is seen in the graph as `v + d`."""
+        """Adds; independent additions of replicas become `v + d` in the graph."""
         if self._is_of_replica_in_graph():
             delta = tf.convert_to_tensor(delta, self.dtype)
             total = self.read_value() + delta
@@ -196,16 +176,14 @@ class ReplicaMirroredVariable(PythonValue, HandleOfReplica, OwnMeans, LocalView)
         name: str | None = None,
         read_value: bool = True,
     ) -> Any:
-        """Subtracts; see `assign_add`."""
         if self._is_of_replica_in_graph():
             delta = tf.convert_to_tensor(delta, self.dtype)
             return self.assign_add(-delta, use_locking, name, read_value)
         return super().assign_sub(delta, use_locking, name, read_value)
 
     def _is_of_replica_in_graph(self) -> bool:
-        """Whether a replica is about to assign, in a graph, what nobody adds up."""
-        context = tf.distribute.get_replica_context()
-        if context is None or context.strategy is not self.distribute_strategy:
+        """Whether a replica assigns, in a graph, a float that is not aggregated."""
+        if not in_replica_of(self.distribute_strategy):
             return False
         is_own = self.aggregation == tf.VariableAggregation.NONE
         run = self.distribute_strategy.extended.current_run
@@ -213,7 +191,7 @@ class ReplicaMirroredVariable(PythonValue, HandleOfReplica, OwnMeans, LocalView)
         return is_in_graph and self.dtype.is_floating and not run.is_updating
 
     def _added_of_own_rows(self, run: Any, rank: Any, value: Any) -> Any:
-        """`value` where it is no sum; else without what a borrowed row adds to it."""
+        """`value` without what a dummy row added to it, if it is a sum."""
         is_known = isinstance(rank, int) and isinstance(value, tf.Tensor)
         if run.owns_rows is None or run.is_updating or not is_known:
             return value
@@ -226,11 +204,7 @@ class ReplicaMirroredVariable(PythonValue, HandleOfReplica, OwnMeans, LocalView)
         return component.read_value() + run.own_part(rank, added)
 
     def _of_rows_of_group(self, run: Any, rank: Any, value: Any) -> Any:
-        """`value`; where replicas train apart and the group has no rows, what it was.
-
-        In a plain step such a value counts for nothing in the mean of all. Here the
-        group goes on with it.
-        """
+        """`value`; in local training, the old value if the group has no rows."""
         if not run.is_local or run.is_updating or not isinstance(rank, int):
             return value
         own = [run.has_own_rows(peer) for peer in run.group_of(rank)]
@@ -245,29 +219,29 @@ class ReplicaMirroredVariable(PythonValue, HandleOfReplica, OwnMeans, LocalView)
         if not run.is_local:
             return extended.reducer.broadcast(value, rank)
         if run.is_updating:
-            return value  # the state of an optimizer, of which each group has its own
+            return value  # optimizer state, of which each group has its own
         raise ConfigurationError(
             f"{self.name!r} takes the value of the first replica in every step, which "
-            "is an exchange, and with sync=... replicas train apart. Make the variable "
-            "with aggregation='none', or leave sync out."
+            "is an exchange, but with sync=... replicas train locally. Create the "
+            "variable with aggregation='none', or leave out sync."
         )
 
     def _weighted_by_rows(self, value: tf.Tensor) -> tf.Tensor:
         """R n_r / N times the value: the mean of these is the mean over all rows."""
         run = self.distribute_strategy.extended.current_run
-        share = tf.cast(run.share_of(current_rank()), value.dtype)
-        # The mean of no row is not a number, and 0 times that is not 0.
+        share = tf.cast(run.share_of(names.current_rank()), value.dtype)
+        # The mean of no rows is nan, and 0 * nan is not 0.
         return tf.where(share > 0, run.replicas * share * value, tf.zeros_like(value))
 
     def _of_what_is_added(
         self, update_fn: Callable, value: tf.Tensor
     ) -> tuple[Callable, tf.Tensor]:
-        """An update by the sum of d in the place of one by the sum of v + d.
+        """Turns an update by the sum of v + d into one by the sum of d.
 
-        Keras writes `assign_add(d)` as `assign(v + d)`, whose sum holds v R times. Of
-        a borrowed row nothing is added.
+        Keras writes `assign_add(d)` as `assign(v + d)`: the sum contains v R times.
+        Dummy rows add nothing.
         """
-        run, rank = self.distribute_strategy.extended.current_run, current_rank()
+        run, rank = self.distribute_strategy.extended.current_run, names.current_rank()
         component = self._get_replica(rank)
         if isinstance(value, tf.__internal__.EagerTensor):
             added = number_added_by_keras(self)
@@ -287,28 +261,25 @@ class ReplicaMirroredVariable(PythonValue, HandleOfReplica, OwnMeans, LocalView)
 
 
 def _is_replicated(value: Any, variable: ReplicaMirroredVariable, rank: Any) -> bool:
-    """Whether all replicas surely assign the same to a variable of whole numbers."""
+    """Whether all replicas surely assign the same integers."""
     if not tf.is_tensor(value) or not isinstance(rank, int):
         return not tf.is_tensor(value)
     if isinstance(value, tf.__internal__.EagerTensor):
         return False
-    return is_same_on_every_replica(value, own_copy(variable, rank))
+    return is_same_on_every_replica(value, names.own_copy(variable, rank))
 
 
-class ReplicaOnReadVariable(PythonValue, HandleOfReplica, SyncOnReadVariable):
-    """The sums of a metric, to which a borrowed row (`borrowed_rows`) adds nothing."""
+class ReplicaOnReadVariable(PythonValue, HandleOfReplica, names.SyncOnReadVariable):
+    """The sums of a metric; a dummy row adds nothing to them."""
 
     def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-        """Assigns what a replica found on rows of its own."""
         return super().assign(self._own_or(self._get, value), *args, **kwargs)
 
     def assign_add(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-        """Adds what a replica found on rows of its own."""
         value = self._own_or(self._zero, value, is_added=True)
         return super().assign_add(value, *args, **kwargs)
 
     def assign_sub(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-        """Subtracts what a replica found on rows of its own."""
         value = self._own_or(self._zero, value, is_added=True)
         return super().assign_sub(value, *args, **kwargs)
 
@@ -318,10 +289,9 @@ class ReplicaOnReadVariable(PythonValue, HandleOfReplica, SyncOnReadVariable):
     def _own_or(
         self, otherwise: Callable[[], Any], value: Any, *, is_added: bool = False
     ) -> Any:
-        context = tf.distribute.get_replica_context()
-        if context is None or context.strategy is not self.distribute_strategy:
+        if not in_replica_of(self.distribute_strategy):
             return value
-        run, rank = context.strategy.extended.current_run, current_rank()
+        run, rank = self.distribute_strategy.extended.current_run, names.current_rank()
         if self.aggregation == tf.VariableAggregation.SUM:
             run.note_counted(rank, self, value, is_added)
         own = run.has_own_rows(rank)
@@ -332,21 +302,20 @@ class ReplicaOnReadVariable(PythonValue, HandleOfReplica, SyncOnReadVariable):
 
 
 class SeedVariable(ReplicaMirroredVariable):
-    """The state of a random generator: stored alike, seen apart.
+    """The state of a random generator: stored identically, read differently.
 
-    Replica r reads `stored + r * SEED_STRIDE` in the first word and writes back what
-    it was given minus that, so every replica draws numbers of its own while the stored
-    state stays the same everywhere and goes into files as that of one device. Replica
-    0 draws what one device would, and so do all where an optimizer draws (Langevin
-    dynamics): what they add to copies of one weight has to be the same.
+    Replica r reads `stored + r * SEED_STRIDE` in the first word and subtracts that from
+    what it writes, so every replica draws different numbers while the stored state is
+    identical everywhere, and in files the same as one device's. Replica 0 draws what
+    one device would, and so do all replicas where an optimizer draws (Langevin
+    dynamics): their updates of one weight must be equal.
     """
 
     def own_offset(self) -> tf.Tensor | None:
-        """What this replica adds to what is stored; None: nothing."""
-        context = tf.distribute.get_replica_context()
-        if context is None or context.strategy is not self.distribute_strategy:
+        """What this replica adds to the stored state, or None."""
+        if not in_replica_of(self.distribute_strategy):
             return None
-        extended, rank = self.distribute_strategy.extended, current_rank()
+        extended, rank = self.distribute_strategy.extended, names.current_rank()
         if extended.current_run.updates_replicated:
             return None
         return seed_offset(extended.first_draw + rank, self.dtype)
@@ -357,7 +326,6 @@ class SeedVariable(ReplicaMirroredVariable):
         return stored if offset is None else stored.read_value() + offset
 
     def value(self) -> tf.Tensor:
-        """The state as this replica sees it."""
         return tf.identity(self._get())
 
     read_value = value
@@ -375,21 +343,16 @@ class SeedVariable(ReplicaMirroredVariable):
 
 
 def seed_offset(rank: Any, dtype: tf.DType) -> tf.Tensor | None:
-    """What replica `rank` adds to a stored seed; None for nothing.
-
-    Args:
-      rank: an integer, or a scalar int32 tensor.
-      dtype: that of the seed, tf.int64 or tf.uint32.
-    """
+    """What replica `rank`, an int or int32 scalar, adds to a stored seed, or None."""
     if isinstance(rank, int):
         word = rank * SEED_STRIDE % 2**32
         return tf.constant([word, 0], dtype) if word else None
-    # The product of two numbers of 32 bits, without its high half.
+    # The low 32 bits of the product.
     words = tf.cast(rank, tf.uint32) * tf.constant(SEED_STRIDE, tf.uint32)
     return tf.stack([tf.cast(words, dtype), tf.zeros([], dtype)])
 
 
-def is_seed_state(variable: MirroredVariable) -> bool:
+def is_seed_state(variable: names.MirroredVariable) -> bool:
     """Whether `variable` is the state of a `keras.random.SeedGenerator`."""
     return (
         variable.dtype in SEED_TYPES

@@ -1,15 +1,8 @@
-"""Gradients that each replica accumulates for itself, which outside are their sum.
+"""Gradients that each replica accumulates independently.
 
-Who reads them between two updates (a file, a callback) means the gradient of the whole
-batches, which is the sum over replicas. What is assigned outside, such as what a file
-holds, becomes the sum: the first replica gets all of it, and the others zeros, so that
-it is read again to the last bit, and no sum of theirs is rounded.
-
-    in a replica           its own sum
-    anywhere else          the sum over the replicas of this process
-
-On several hosts that is a part only, and whoever saves on one of them cannot ask the
-others: a warning says so.
+Outside replicas (in files and callbacks) they read as the sum over the replicas of this
+process. A value assigned outside goes to the first replica, and zeros to the others, so
+that it reads back exactly. On several hosts the sum is one host's, with a warning.
 """
 
 from __future__ import annotations
@@ -21,31 +14,26 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp._private.names import (
-    MirroredVariable,
-    PerReplica,
-    ResourceVariable,
-    in_save_context,
-)
+from tfdp._private import names
 from tfdp.errors import CheckpointWarning
 from tfdp.variables.mirrored import ReplicaMirroredVariable
 
 
-class OwnSums(MirroredVariable):
-    """An accumulator with a sum of its own on each replica; see the top. A mixin."""
+class OwnSums(names.MirroredVariable):
+    """An accumulator with an independent sum on each replica; a mixin."""
 
-    #: Whose sums add up: those of "all" replicas, of this "host", of each "replica".
+    #: The sums that are added: of "all" replicas, of this "host", or of each "replica".
     adds_up_over = "all"
 
     def note_own(self) -> None:
-        """Nothing: what replicas have of their own adds up, and has no mean."""
+        """Nothing: independent sums have no mean."""
 
     def _get(self) -> Any:
         context = tf.distribute.get_replica_context()
-        # Outside all scopes TensorFlow has a replica context, too: another strategy's.
+        # Outside all scopes there is the replica context of the default strategy.
         if context is None or context.strategy is self.distribute_strategy:
             return super()._get()
-        return super()._get() if in_save_context() else self._get_cross_replica()
+        return super()._get() if names.in_save_context() else self._get_cross_replica()
 
     def _get_cross_replica(self) -> tf.Tensor:
         if self.adds_up_over == "replica":
@@ -58,20 +46,15 @@ class OwnSums(MirroredVariable):
         return total
 
     def value(self) -> tf.Tensor:
-        """The own sum, or all of it; see the top."""
-        # TensorFlow's takes the copy of the device at hand.
+        """This replica's sum, or outside replicas the total."""
+        # TensorFlow returns the current device's copy.
         return tf.convert_to_tensor(self)
 
     def _update_cross_replica(
         self, update_fn: Callable, value: Any, **kwargs: Any
     ) -> Any:
-        is_each = isinstance(value, PerReplica)
-        if self.adds_up_over == "replica" or is_each:
+        if self.adds_up_over == "replica" or isinstance(value, names.PerReplica):
             return super()._update_cross_replica(update_fn, value, **kwargs)
-        self._deal(update_fn, value, **kwargs)
-        return self
-
-    def _deal(self, update_fn: Callable, value: Any, **kwargs: Any) -> None:
         first = self.distribute_strategy.extended.first_rank
         has_first = self.adds_up_over == "host" or first == 0
         for place, copy in enumerate(self.values):
@@ -80,6 +63,7 @@ class OwnSums(MirroredVariable):
                 if place or not has_first:
                     own = tf.zeros_like(own)
                 update_fn(copy, own, **kwargs)
+        return self
 
     def _warn_of_other_hosts(self, total: tf.Tensor) -> None:
         hosts = self.distribute_strategy.hosts
@@ -88,16 +72,15 @@ class OwnSums(MirroredVariable):
         if bool(tf.reduce_any(total != 0)):
             warnings.warn(
                 "Accumulated gradients are read, or written to a file, between two "
-                f"updates of an accumulation: this is what one of {hosts} hosts has, "
-                "and training that goes on from such a file leaves the others' out of "
-                "its next update. tfdp.callbacks.Checkpoint keeps those of all hosts; "
-                "or save after an update (steps that gradient_accumulation_steps "
-                "divides).",
+                f"updates: this is the part of one of {hosts} hosts, and training "
+                "continued from such a file omits the others' in its next update. "
+                "tfdp.callbacks.Checkpoint keeps those of all hosts; or save after an "
+                "update (steps that gradient_accumulation_steps divides).",
                 CheckpointWarning,
                 stacklevel=2,
             )
 
-    # Files hold the sum, so any number of replicas, and none, can read them.
+    # Files hold the sum, so that any number of replicas can read them.
     def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
         with self.distribute_strategy.scope():
             return {"VARIABLE_VALUE": self._get_cross_replica()}
@@ -110,32 +93,23 @@ class OwnSumVariable(OwnSums, ReplicaMirroredVariable):
     """An accumulator of mirrored replicas."""
 
 
-# `OfRanks`: a number for each replica of this process, in checkpoints too.
-#
-# What replicas keep apart, such as what each has left to send, is no weight of the
-# model: it is not among its variables and not in `model.save`. `tf.train.Checkpoint`
-# finds it as an attribute of the optimizer.
+# Values of replicas, such as residuals, are no weights: neither the model's variables
+# nor `model.save` contain them. `tf.train.Checkpoint` finds them as attributes of the
+# optimizer.
 
 
 @dataclasses.dataclass
 class _Copies:
-    """Out of a checkpoint's sight: it would have each of them as well as all."""
+    """Hides the copies from checkpoints, which hold them stacked."""
 
     variables: list[tf.Variable]
 
 
 class OfRanks(tf.Module):
-    """One variable on each of several devices, which the replicas use by themselves.
+    """One variable per replica of this process, on its device.
 
-    In a checkpoint it is one tensor, [replicas, ...]. Read by another number of
-    replicas, each gets an equal part of the sum over those that wrote it, or for
-    `is_alike` what the first one had.
-
-    Args:
-      shape: of each.
-      devices: those of the replicas that have one.
-      dtype: of the numbers.
-      is_alike: whether all have the same value at all times.
+    A checkpoint holds one tensor, [replicas, ...]. Read by another number of replicas,
+    each gets an equal part of the sum, or with `is_alike` the first one's value.
     """
 
     def __init__(
@@ -145,28 +119,25 @@ class OfRanks(tf.Module):
         dtype: tf.DType = tf.float32,
         is_alike: bool = False,
     ):
-        # Not the class' name, which may begin with what no name scope may.
+        # Not the class' name, which might be invalid as a name scope.
         super().__init__(name="of_ranks")
         self.is_alike = is_alike
         self._copies = _Copies([])
-        # Out of the graph that is being built, and of every strategy.
+        # Outside the graph being built, and outside any strategy.
         with tf.init_scope():
             for device in devices:
                 with tf.device(device):
                     start = tf.zeros(shape, dtype)
-                    self.copies.append(ResourceVariable(start, trainable=False))
+                    self.copies.append(names.ResourceVariable(start, trainable=False))
 
     @property
     def copies(self) -> list[tf.Variable]:
-        """One for each device, in their order."""
         return self._copies.variables
 
     def rows(self) -> tf.Tensor:
-        """The numbers of all replicas of this process, [replicas, ...]."""
         return tf.stack([copy.read_value() for copy in self.copies])
 
     def assign_rows(self, rows: Any) -> None:
-        """Gives each replica its own."""
         for copy, row in zip(self.copies, rows, strict=True):
             with tf.device(copy.device):
                 copy.assign(row)
@@ -184,13 +155,9 @@ class OfRanks(tf.Module):
         if self.is_alike:
             dealt = tf.broadcast_to(stored[:1], shape)
         else:
-            # All of it is still to be sent, whoever sends it.
+            # The total is still to be sent, by any replica.
             part = tf.reduce_sum(stored, axis=0, keepdims=True) / ranks
-            is_same = tf.equal(tf.shape(stored)[0], ranks)
-            dealt = tf.cond(
-                is_same, lambda: stored, lambda: tf.broadcast_to(part, shape)
-            )
+            same = tf.equal(tf.shape(stored)[0], ranks)
+            dealt = tf.cond(same, lambda: stored, lambda: tf.broadcast_to(part, shape))
             dealt = tf.ensure_shape(dealt, shape)
-        return tf.group(
-            *(copy.assign(dealt[rank]) for rank, copy in enumerate(self.copies))
-        )
+        return tf.group(*(copy.assign(dealt[i]) for i, copy in enumerate(self.copies)))

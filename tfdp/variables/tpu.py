@@ -1,7 +1,7 @@
-"""Variables of TPU replicas: assigned by each replica, in the one graph of all.
+"""Variables of TPU replicas: assigned by each replica, in one graph for all.
 
 The rules are those of `tfdp.variables.mirrored`; stock TPU variables would leave the
-replica context to aggregate, and keep moving statistics of each core to itself.
+replica context to aggregate, and not synchronize moving statistics of the cores.
 """
 
 from __future__ import annotations
@@ -26,18 +26,16 @@ from tfdp.variables.own_values import OwnSums
 
 
 class AssignedInReplica(TPUVariableMixin):
-    """Assignments that a replica makes on its own; a mixin for TPU variables."""
+    """Assignments within a replica; a mixin for TPU variables."""
 
     def _stored(self) -> tf.Tensor:
-        """What is stored for the calling replica."""
         raise NotImplementedError
 
     def _together(self, value: tf.Tensor) -> tf.Tensor:
-        """`value` as all replicas assign it."""
+        """`value` aggregated over the replicas."""
         raise NotImplementedError
 
     def assign_here(self, value: Any, name: str | None, read_value: bool) -> Any:
-        """Assigns in the calling replica."""
         raise NotImplementedError
 
     def assign(
@@ -47,7 +45,6 @@ class AssignedInReplica(TPUVariableMixin):
         name: str | None = None,
         read_value: bool = True,
     ) -> Any:
-        """Assigns `value`, brought together over the replicas as `aggregation` says."""
         if not in_tpu_replica():
             return super().assign(value, use_locking, name, read_value)
         return self.assign_here(value, name, read_value)
@@ -59,7 +56,6 @@ class AssignedInReplica(TPUVariableMixin):
         name: str | None = None,
         read_value: bool = True,
     ) -> Any:
-        """Adds `delta`; see `assign`."""
         if not in_tpu_replica():
             return super().assign_add(delta, use_locking, name, read_value)
         stored = self._stored()
@@ -73,7 +69,6 @@ class AssignedInReplica(TPUVariableMixin):
         name: str | None = None,
         read_value: bool = True,
     ) -> Any:
-        """Subtracts `delta`; see `assign`."""
         if not in_tpu_replica():
             return super().assign_sub(delta, use_locking, name, read_value)
         delta = tf.convert_to_tensor(delta, self.dtype)
@@ -81,7 +76,7 @@ class AssignedInReplica(TPUVariableMixin):
 
 
 class TPUReplicaVariable(PythonValue, OwnMeans, AssignedInReplica, TPUMirroredVariable):
-    """A variable with a copy on every TPU core, which each replica assigns to."""
+    """A variable with a copy on every TPU core, which each replica assigns."""
 
     def _stored(self) -> tf.Tensor:
         return read_stored(self)
@@ -89,28 +84,25 @@ class TPUReplicaVariable(PythonValue, OwnMeans, AssignedInReplica, TPUMirroredVa
     def scatter_add(
         self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
     ) -> Any:
-        """Adds slices that every replica has alike; stock TPU variables cannot."""
-        if not in_tpu_replica():
-            return super().scatter_add(sparse_delta, use_locking, name)
-        return self._scatter(tf.raw_ops.ResourceScatterAdd, sparse_delta)
+        """Adds slices that are identical on every replica, as stock ones cannot."""
+        plain, op = super().scatter_add, tf.raw_ops.ResourceScatterAdd
+        return self._scatter(op, plain, sparse_delta, use_locking, name)
 
     def scatter_sub(
         self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
     ) -> Any:
-        """Subtracts slices; see `scatter_add`."""
-        if not in_tpu_replica():
-            return super().scatter_sub(sparse_delta, use_locking, name)
-        return self._scatter(tf.raw_ops.ResourceScatterSub, sparse_delta)
+        plain, op = super().scatter_sub, tf.raw_ops.ResourceScatterSub
+        return self._scatter(op, plain, sparse_delta, use_locking, name)
 
     def scatter_update(
         self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
     ) -> Any:
-        """Assigns slices; see `scatter_add`."""
-        if not in_tpu_replica():
-            return super().scatter_update(sparse_delta, use_locking, name)
-        return self._scatter(tf.raw_ops.ResourceScatterUpdate, sparse_delta)
+        plain, op = super().scatter_update, tf.raw_ops.ResourceScatterUpdate
+        return self._scatter(op, plain, sparse_delta, use_locking, name)
 
-    def _scatter(self, op: Callable, slices: tf.IndexedSlices) -> tf.Tensor:
+    def _scatter(self, op: Callable, plain: Callable, slices: Any, *rest: Any) -> Any:
+        if not in_tpu_replica():
+            return plain(slices, *rest)
         if not self.distribute_strategy.extended.is_updating_own_copy:
             raise CollectiveError(
                 f"Slices of the variable {self.name!r} are assigned outside of an "
@@ -127,7 +119,6 @@ class TPUReplicaVariable(PythonValue, OwnMeans, AssignedInReplica, TPUMirroredVa
         return assign_in_replica(self, value, False, name, read_value)
 
     def _together(self, value: tf.Tensor) -> tf.Tensor:
-        """`value` as all replicas assign it."""
         extended = self.distribute_strategy.extended
         if extended.is_updating_own_copy:
             return value
@@ -145,17 +136,13 @@ class TPUReplicaVariable(PythonValue, OwnMeans, AssignedInReplica, TPUMirroredVa
 
 
 class TPUOwnSumVariable(OwnSums, TPUReplicaVariable):
-    """An accumulator with a sum of its own on each core, which outside is their sum."""
+    """An accumulator with an independent sum on each core."""
 
 
 class TPUSeedVariable(TPUReplicaVariable):
-    """The state of a random generator: stored alike, seen apart.
-
-    See `tfdp.variables.mirrored.SeedVariable`; the numbers drawn are the same.
-    """
+    """See `tfdp.variables.mirrored.SeedVariable`; the numbers drawn are the same."""
 
     def own_offset(self) -> tf.Tensor | None:
-        """What this replica adds to what is stored; None: nothing."""
         return seed_offset(current_rank(), self.dtype) if in_tpu_replica() else None
 
     def _read_variable_op(self) -> tf.Tensor:
