@@ -62,7 +62,7 @@ SAME = mlp()()
         (
             {"data": (np.zeros((4, 2)), None, None, object())},
             ConfigurationError,
-            "made",
+            "consist of arrays",
         ),
         ({"strategy": 1}, ConfigurationError, "at least 2"),
         ({"strategy": True}, ConfigurationError, "strategy must be"),

@@ -67,7 +67,7 @@ def test_a_run_that_is_too_short_says_so(tmp_path, capsys):
     model.fit(x, y, batch_size=24, verbose=0, callbacks=[timeline])
     said = capsys.readouterr().out
     assert "after 4 steps, and StepTimeline(step=5) waits for step 5" in said
-    assert "Take StepTimeline(step=4)" in said
+    assert "Use StepTimeline(step=4)" in said
     assert list(tmp_path.iterdir()) == []
 
 

@@ -14,6 +14,8 @@ from tfdp.tools.commands.tune_processes import TrialFailed, Trials
 from tfdp.tools.commands.tune_run import what_fits
 from tfdp.tools.tune.space import DEFAULTS, Place, Setting
 
+PLACE = Place(1, 2, 16, "in_process")
+
 SCRIPT = """
 import keras
 import numpy as np
@@ -116,7 +118,7 @@ def test_two_processes_with_all_that_is_allowed(script, tmp_path):
     ids=repr,
 )
 def test_a_trial_of_each_kind(script, setting):
-    found = Trials(str(script), 16, 1, 2, 4, 600).measure(setting)
+    found = Trials(str(script), PLACE, 4, 600).measure(setting)
     assert len(found.seconds) == 4
     # 6 x (64 x 64 + 64) and 64 x 8 + 8 weights.
     assert found.facts.model.gradient_bytes == 4 * (6 * 4160 + 520)
@@ -125,24 +127,23 @@ def test_a_trial_of_each_kind(script, setting):
 @pytest.mark.slow
 def test_executions_of_several_steps_are_timed_by_the_step(script):
     target = f"{script}:few_steps_together"
-    found = Trials(target, 16, 1, 2, 8, 600).measure(DEFAULTS)
+    found = Trials(target, PLACE, 8, 600).measure(DEFAULTS)
     assert len(found.seconds) == 8
 
 
 @pytest.mark.slow
 def test_a_target_that_fails_is_told(script):
     with pytest.raises(TrialFailed, match="ZeroDivisionError"):
-        Trials(f"{script}:failing", 16, 1, 2, 3, 600).measure(DEFAULTS)
+        Trials(f"{script}:failing", PLACE, 3, 600).measure(DEFAULTS)
 
 
 @pytest.mark.slow
 def test_what_fits_is_what_the_planner_says(script):
     stored = [("none", False, 1), ("parameters", True, 2)]
-    place = Place(1, 2, 16, "in_process")
-    found = what_fits(str(script), place, 1, stored)
+    found = what_fits(str(script), PLACE, 1, stored)
     assert set(found) == set(stored)
     assert not any(fits for _, fits in found.values())
     # Weights, and Adam's two slots for each; so small a model has no shards.
     assert min(peak for peak, _ in found.values()) > 3 * 4 * (6 * 4160 + 520)
-    large = what_fits(str(script), place, 10**9, stored)
+    large = what_fits(str(script), PLACE, 10**9, stored)
     assert all(fits for _, fits in large.values())

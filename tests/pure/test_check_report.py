@@ -15,8 +15,8 @@ from tfdp.tools.testing import rounding
 from tfdp.tools.testing.causes import (
     COMBINATIONS,
     FROM_FACTS,
-    NOTHING_TO_TELL,
     SEPARABLE,
+    TOO_LITTLE_MOVEMENT,
     UNKNOWN,
 )
 from tfdp.tools.testing.crashes import KNOWN, describe_error, explain_error
@@ -40,7 +40,7 @@ OVER = dataclasses.replace(
 STILL = dataclasses.replace(ROW, movement=0.0, largest_difference=0.0)
 SILENT = dataclasses.replace(ROW, movement=5e-7)
 FINDING = Finding("uneven batches", ("batch 2",), "holds when cut", "why so", "do that")
-NOTHING = dataclasses.replace(FINDING, cause=NOTHING_TO_TELL.name)
+NOTHING = dataclasses.replace(FINDING, cause=TOO_LITTLE_MOVEMENT.name)
 
 
 def report(*rows, **fields):
@@ -82,21 +82,21 @@ def test_verdict_of_a_row(row, verdict, tells):
         ([ROW, STILL, SILENT], {}, "HOLDS"),
         ([ROW, OVER], {}, "FAILS"),
         ([OVER, SILENT, SILENT], {}, "FAILS"),
-        ([STILL, SILENT], {}, "CANNOT TELL"),
-        ([SILENT], {"causes": (NOTHING,)}, "CANNOT TELL"),
+        ([STILL, SILENT], {}, "INCONCLUSIVE"),
+        ([SILENT], {"causes": (NOTHING,)}, "INCONCLUSIVE"),
         ([SILENT], {"causes": (FINDING,)}, "FAILS"),
-        ([ROW, SILENT, SILENT], {}, "CANNOT TELL"),
-        ([dataclasses.replace(ROW, trainable=False)], {}, "CANNOT TELL"),
-        ([], {}, "CANNOT TELL"),
+        ([ROW, SILENT, SILENT], {}, "INCONCLUSIVE"),
+        ([dataclasses.replace(ROW, trainable=False)], {}, "INCONCLUSIVE"),
+        ([], {}, "INCONCLUSIVE"),
         ([ROW], {"error": "RuntimeError: no"}, "FAILS"),
     ],
 )
 def test_a_report_has_one_of_three_verdicts(rows, fields, verdict):
     made = report(*rows, **fields)
     assert made.ok is (verdict == "HOLDS")
-    assert made.inconclusive is (verdict == "CANNOT TELL")
+    assert made.inconclusive is (verdict == "INCONCLUSIVE")
     assert made.to_json()["inconclusive"] is made.inconclusive
-    found = [word for word in ("HOLDS", "FAILS", "CANNOT TELL") if word in str(made)]
+    found = [word for word in ("HOLDS", "FAILS", "INCONCLUSIVE") if word in str(made)]
     assert found == [verdict]
 
 
@@ -118,7 +118,7 @@ def test_a_report_reads():
 
 
 def test_a_report_that_holds_counts_what_tells_nothing():
-    assert "1 moved too little to tell" in str(report(ROW, SILENT))
+    assert "1 moved too little to be conclusive" in str(report(ROW, SILENT))
 
 
 def test_json_has_verdicts_and_no_infinities():
@@ -204,7 +204,7 @@ CAUSES = {
 @pytest.mark.parametrize("cause", CAUSES.values(), ids=CAUSES)
 def test_every_cause_has_its_words(cause):
     facts = FACTS
-    if cause is NOTHING_TO_TELL:  # gives way to one of the others
+    if cause is TOO_LITTLE_MOVEMENT:  # gives way to one of the others
         facts = dataclasses.replace(FACTS, synchronized_batch_norms=())
     assert cause.where(facts) is not None
     for text in (cause.why, cause.instead, cause.evidence):

@@ -67,7 +67,7 @@ def test_a_target_that_ends_the_program_was_not_planned(
         monkeypatch.setattr(f"tfdp.tools.commands.{command}.{inner}", ends)
         batch = ["--batch", "8"] if command == "plan" else []
         assert cli.main([command, "model.py", *batch]) == 2
-        assert f"tfdp {command}: the target ended by itself" in capsys.readouterr().err
+        assert f"tfdp {command}: the target called sys.exit" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("size", ["", " ", "much", "0GB", "9" * 400, "1" * 19, "²GB"])

@@ -218,7 +218,7 @@ def test_the_page_shows_it_all(tmp_path):
     tags = parsed(page)
     text = " ".join(tags.text)
     for words in (
-        *("A run", "Next:", "samples per second", "ms per step", "Who was slow"),
+        *("A run", "Next:", "samples per second", "ms per step", "Stragglers"),
         *("worker 0", "worker 1", "replica 1", "50% of exchanges hidden"),
         *("memory of the process in GB", "MB per step between hosts", "val_loss"),
         *("loss (of the epoch so far)", "Settings", "Versions", "host-1", "made up"),
@@ -310,7 +310,7 @@ def test_two_runs_stand_side_by_side(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "0.50x" in out and "1.00x" in out
     text = " ".join(parsed((fast / "report.html").read_text("utf-8")).text)
-    assert "<b1>fast beside slow" in text and "ms per step" in text
+    assert "<b1>fast vs slow" in text and "ms per step" in text
 
 
 @pytest.mark.parametrize(

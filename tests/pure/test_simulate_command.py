@@ -92,8 +92,8 @@ def test_lists(option, capsys):
         ([*KNOWN[1:], "--samples-per-second", "nan"], "above 0"),
         ([*H100, "--flops-per-second", "0"], "above 0"),
         (["--list", "--json"], "--list prints a text"),
-        (["--published", "--model", "x"], "--model says nothing"),
-        (["--published", "--list"], "--published says nothing"),
+        (["--published", "--model", "x"], "--model has no effect"),
+        (["--published", "--list"], "--published has no effect"),
         (["--published", "--json"], "--published prints a text"),
         (["--published", "--plot", "curve.html"], "--published prints a text"),
         ([*KNOWN[1:], "--samples-per-second", "5", "--batch", "0"], "at least 1"),
@@ -137,4 +137,4 @@ def test_a_cluster_that_never_gets_anything_done_is_told(tmp_path, capsys):
 def test_a_measured_machine_says_its_own_batch(tmp_path, capsys):
     path = str(write_machine(MACHINE, tmp_path / "machine.json"))
     assert cli.main(["simulate", "--machine", path, "--batch", "3"]) == 1
-    assert "what was measured" in capsys.readouterr().err
+    assert "the measured value is used" in capsys.readouterr().err

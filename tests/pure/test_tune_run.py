@@ -196,7 +196,7 @@ def test_optuna_is_asked_until_nothing_is_left():
         ),
         (
             "import time; print('on it', flush=True); time.sleep(60)",
-            "no result within 1 s; it was stopped. Give --timeout-seconds",
+            "no result within 1 s; it was stopped. Give a larger --timeout-seconds",
         ),
     ],
 )

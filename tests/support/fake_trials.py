@@ -14,7 +14,7 @@ HOSTS = Place(2, 1, 64, "sockets")
 
 
 class FakeTrials:
-    """What `TuneRun` asks to measure.
+    """Measures for `TuneRun`.
 
     Args:
       speed_of: samples per second by setting; may raise TrialFailed.
@@ -34,7 +34,7 @@ class FakeTrials:
     def clock(self):
         return self.now
 
-    def measure(self, setting, asks_facts=False):
+    def measure(self, setting, with_facts=False):
         self.tried.append(setting)
         self.now += self.seconds
         speed = self.speed_of(setting) * (1 + self.random.gauss(0.0, self.noise))

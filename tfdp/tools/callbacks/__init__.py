@@ -1,1 +1,1 @@
-"""Callbacks that need a tool: `Autotune`, `RunRecord`, `StepTimeline`."""
+"""Callbacks that build on tools: `Autotune`, `RunRecord`, `StepTimeline`."""

@@ -1,4 +1,4 @@
-"""`Autotune`: finds the sizes of buckets that train fastest, in the first steps."""
+"""`Autotune`: finds the fastest bucket sizes in the first steps of a training."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import statistics
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import keras
 
@@ -37,54 +37,51 @@ from tfdp.tools.tune.space import (
 from tfdp.tools.tune.tuning import FINALISTS, LEAST_ROUNDS, ROUNDS, InOrder, Tuning
 from tfdp.tools.tune.words import Terms, line_of_round, line_of_trial, outcome
 
-# The first execution traces; the one after it meets cold caches.
+# The first execution traces; the second one has cold caches.
 WARM_UP_EXECUTIONS = 2
 LEAST_EXECUTIONS = 3
 OWN = Terms("the program's own sizes", "steps/s")
 
 
 class Autotune(keras.callbacks.Callback):
-    """Tries sizes of buckets in the first steps of `fit`, and goes on with the best.
+    """Tries bucket sizes in the first steps of `fit`, and keeps the fastest.
 
     Each setting trains for some steps: first the program's own, then those that the
-    simulator takes to be fastest here. The two best of them and the program's own are
-    timed again in turn, and the best stays if it beats the program's own by more than
-    the rounds differ (`tfdp.tools.tune.tuning`); else nothing changes. Every step
-    is one of the training: no data is read twice, and weights, optimizer and metrics go
-    on.
-    It says what it tried, and ends with the `Communication(...)` to paste, which spares
-    the next training all of it.
+    simulator predicts to be fastest. The two best of them and the program's own are
+    timed again in turn; the best replaces the program's own if the gain exceeds the
+    differences between rounds (`tfdp.tools.tune.tuning`). All of these are ordinary
+    training steps: no data is read twice. It logs what it tried, and ends with the
+    `Communication(...)` to paste, which makes tuning unnecessary in the next training.
 
-    On several hosts all switch before the same step: worker 0 times and decides, and
-    tells the others. What a step computes stays the same: sizes say only which
-    gradients travel together. Where two add up (two hosts, or two replicas under the
-    engine "tensorflow") not a bit changes; among more, the order of additions depends
-    on where in its bucket a gradient lies, so that sums may differ in their last bits,
-    as between two strategies with other sizes. Engines, levels, shards and compression
-    are not touched: `tfdp tune` tries them.
+    On several hosts worker 0 times and decides, and all switch before the same step.
+    Bucket sizes only decide which gradients travel together. Sums of two (two hosts, or
+    two replicas under the engine "tensorflow") stay bitwise equal; with more, the order
+    of additions depends on a gradient's place in its bucket, so the last bits may
+    differ, as between two strategies with different sizes. `tfdp tune` tries engines,
+    levels, shards and compression, too.
 
-    It does nothing, and says so, on one replica, and where the engine "in_process"
-    hands over each gradient alone. After a restart from a checkpoint it tunes anew.
+    On one replica, and with the engine "in_process", which sends each gradient alone,
+    it logs that there is nothing to tune. After a restart from a checkpoint it tunes
+    again.
 
     Args:
-      steps: that are timed for each setting in each round, at least 3. With
-        `steps_per_execution` whole executions are timed, at least 3 of them.
-      settings: that are tried beside the program's own, at least 1.
-      rounds: in which the best and the program's own meet, at least 2.
+      steps: timed for each setting in each round, at least 3. With
+        `steps_per_execution` whole executions are timed, at least 3.
+      settings: to try in addition to the program's own, at least 1.
+      rounds: that compare the best settings with the program's own, at least 2.
       sizes: pairs (bucket_bytes, first_bucket_bytes) to try; None: the simulator
-        chooses them. The program's own are always tried.
+        chooses. The program's own are always tried.
 
     Raises:
-      ConfigurationError: when an argument is not as above; when training starts: under
-        a strategy that is not tfdp's or is of a TPU; with `sync=` or `min_hosts`,
-        where most steps send nothing; beside another `Autotune`; with compression
-        other than `wire_dtype`, which keeps what it did not send; with
-        shard="gradients" or "parameters", where `bucket_bytes` also bounds the memory;
-        and with `run_eagerly=True`.
+      ConfigurationError: an argument is invalid; when training starts: the strategy is
+        not tfdp's or is of a TPU; `sync=` or `min_hosts`, where most steps send
+        nothing; another `Autotune`; compression other than `wire_dtype`, which has
+        error feedback; shard="gradients" or "parameters", where `bucket_bytes` also
+        bounds the memory; `run_eagerly=True`.
 
-    Cost: (settings + 1) + 3 rounds of `steps` + 2 steps, at the speed of what is tried,
-    and one more trace of the step for each setting, whose graphs are held meanwhile.
-    Nothing afterwards. A training that ends before it has ended keeps its own sizes.
+    Cost: (settings + 1) + 3 rounds of `steps` + 2 steps at the speed of each setting,
+    and a trace of the step and its graphs for each setting. Nothing afterwards. A
+    training that ends before the tuning keeps its own sizes.
 
     ```python
     import keras
@@ -123,22 +120,18 @@ class Autotune(keras.callbacks.Callback):
                 )
         self.steps, self.settings, self.rounds = steps, settings, rounds
         self.sizes = None if sizes is None else checked_pairs(sizes)
-        #: What the training goes on with; None before that is known.
+        #: The result; None before the tuning ends.
         self.chosen: Communication | None = None
-        #: What was tried, and what came of it, in words.
+        #: The log.
         self.lines: list[str] = []
         self._tuning: Tuning | None = None
         self._pipeline: Any = None
         self._own = Communication()
 
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Begins with the program's own sizes.
-
-        Raises:
-          ConfigurationError: where it cannot act.
-        """
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Starts with the program's own sizes; raises ConfigurationError."""
         if self._tuning is not None:
-            # A training that an error has ended left the sizes of a trial behind.
+            # A training that failed within a trial left the trial's sizes.
             self._pipeline.communication = self._own
         self.lines, self.chosen, self._tuning = [], None, None
         strategy = self.model.distribute_strategy
@@ -152,12 +145,10 @@ class Autotune(keras.callbacks.Callback):
         reason = why_nothing_acts(self._pipeline)
         if reason is not None:
             self.chosen = self._own
-            self._tell(f"Autotune has nothing to tune: {reason}")
+            self._log(f"Autotune has nothing to tune: {reason}")
             return
-        self._own_setting = Setting(
-            bucket_bytes=self._own.bucket_bytes,
-            first_bucket_bytes=self._own.first_bucket_bytes,
-        )
+        sizes = self._own.bucket_bytes, self._own.first_bucket_bytes
+        self._own_setting = Setting(*sizes)
         self._space = space_of(self.model, self._pipeline)
         self._functions: dict[Setting, Any] = {}
         self._steps = StepCount()
@@ -169,23 +160,14 @@ class Autotune(keras.callbacks.Callback):
         )
         self._begin(self._own_setting)
 
-    def on_train_batch_begin(
-        self, batch: int, logs: dict[str, Any] | None = None
-    ) -> None:
-        """Notes when an execution begins."""
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if self._tuning is None:
             return
         self._steps.begin(batch)
         self._start_seconds = time.perf_counter()
 
-    def on_train_batch_end(
-        self, batch: int, logs: dict[str, Any] | None = None
-    ) -> None:
-        """Times the execution, and switches when the setting was timed for long enough.
-
-        Raises:
-          CollectiveError: another host has other callbacks.
-        """
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Times the execution, and switches to the next setting when due."""
         if self._tuning is None:
             return
         seconds = time.perf_counter() - self._start_seconds
@@ -193,28 +175,22 @@ class Autotune(keras.callbacks.Callback):
         self._left_to_warm_up -= 1
         if self._left_to_warm_up < 0:
             self._seconds.append(seconds / (self._steps.done - before))
-        if len(self._seconds) >= self._executions:
+        executions = math.ceil(self.steps / int(self.model.steps_per_execution))
+        if len(self._seconds) >= max(LEAST_EXECUTIONS, executions):
             self._end_of_setting(self._tuning)
 
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Goes back to the program's own sizes where the tuning has not ended."""
+    def on_train_end(self, logs: Any = None) -> None:
+        """Restores the program's own sizes if the tuning has not ended."""
         if self._tuning is None:
             return
-        self._tell(
+        self._log(
             f"Autotune: the training ended after {len(self._tuning.trials)} settings, "
-            "before one could be chosen; its own sizes stay. Train for longer, or give "
-            "fewer settings, steps or rounds."
+            "before one was chosen; its own sizes stay. Train for longer, or use fewer "
+            "settings, steps or rounds."
         )
         self._finish(self._own_setting)
 
-    @property
-    def _executions(self) -> int:
-        """That are timed for a setting."""
-        together = int(self.model.steps_per_execution)
-        return max(LEAST_EXECUTIONS, math.ceil(self.steps / together))
-
     def _begin(self, setting: Setting) -> None:
-        """From the next step on, `setting`."""
         self._seconds: list[float] = []
         self._left_to_warm_up = WARM_UP_EXECUTIONS
         self._start_seconds = time.perf_counter()
@@ -227,7 +203,6 @@ class Autotune(keras.callbacks.Callback):
             first_bucket_bytes=setting.first_bucket_bytes,
         )
         if setting in self._functions:
-            # Traced already, and as good as on the first day.
             self.model.train_function = self._functions[setting]
         else:
             self.model.make_train_function(force=True)
@@ -237,87 +212,78 @@ class Autotune(keras.callbacks.Callback):
         setting = tuning.setting
         was_searching, first = tuning.is_searching, tuning.trials[0]
         trial = next(t for t in tuning.trials if t.setting == setting)
-        tuning.note(1 / self._told(statistics.median(self._seconds)))
+        tuning.note(1 / self._from_chief(statistics.median(self._seconds)))
         if trial is first and was_searching:
-            pairs = self._told(self._candidates(1 / (trial.speed or 1.0)))
-            settings = [Setting(*pair) for pair in pairs]
+            pairs = chosen_pairs(
+                self._space,
+                self._own_setting,
+                1 / (trial.speed or 1.0),
+                link=getattr(self.model.distribute_strategy, "link", None),
+                most=self.settings,
+                sizes=self.sizes,
+            )
+            settings = [Setting(*pair) for pair in self._from_chief(pairs)]
             tuning.search(InOrder(settings), {})
         if was_searching:
             number = tuning.trials.index(trial)
-            self._tell(line_of_trial(number, trial, first, self._space, OWN))
+            self._log(line_of_trial(number, trial, first, self._space, OWN))
         else:
-            self._tell(line_of_round(trial, first, OWN))
+            self._log(line_of_round(trial, first, OWN))
         tuning.go_on()
         if tuning.setting is not None:
             self._begin(tuning.setting)
             return
         verdict = tuning.verdict()
         for line in outcome(verdict, tuning.trials, OWN):
-            self._tell(line)
+            self._log(line)
         self._finish(verdict.winner)
-        self._tell(f"communication={communication_line(self._pipeline.communication)}")
+        self._log(f"communication={communication_line(self._pipeline.communication)}")
 
-    def _candidates(self, step_seconds: float) -> list[tuple[int, int]]:
-        """Pairs of sizes to try, the most promising first."""
-        return chosen_pairs(
-            self._space,
-            self._own_setting,
-            step_seconds,
-            link=getattr(self.model.distribute_strategy, "link", None),
-            most=self.settings,
-            sizes=self.sizes,
-        )
-
-    def _told(self, mine: Any) -> Any:
-        """What worker 0 has, on all hosts, which are all here."""
+    def _from_chief(self, value: Any) -> Any:
+        """Worker 0's value, on all hosts."""
         strategy = self.model.distribute_strategy
-        told = gather_from_hosts(strategy, {"autotune": mine}, "tuning")[0]
-        if not isinstance(told, dict) or "autotune" not in told:
+        found = gather_from_hosts(strategy, {"autotune": value}, "tuning")[0]
+        if not isinstance(found, dict) or "autotune" not in found:
             raise CollectiveError(
                 "Worker 0 does not tune where this worker does. Give every worker the "
                 "same callbacks, in the same order."
             )
-        return told["autotune"]
+        return found["autotune"]
 
     def _finish(self, setting: Setting) -> None:
         self._use(setting)
         self.chosen = self._pipeline.communication
         self._tuning, self._functions = None, {}
 
-    def _tell(self, line: str) -> None:
+    def _log(self, line: str) -> None:
         self.lines.append(line)
         if getattr(self.model.distribute_strategy, "is_chief", True):
             print(f"tfdp: {line}", flush=True)
 
 
-# Where sizes of buckets can be tried online, and which.
-
-
-# What the cores do while a sum crosses a link; the simulator's order hardly asks.
+# Load of the cores while a sum crosses a link; it hardly affects the order of settings.
 COMPUTE_SHARE = 0.5
 
 
 def checked_pairs(sizes: Iterable[Any]) -> tuple[tuple[int, int], ...]:
-    """Pairs (bucket_bytes, first_bucket_bytes).
-
-    Raises:
-      ConfigurationError: they are none, or there are none.
-    """
+    """Pairs (bucket_bytes, first_bucket_bytes); raises ConfigurationError."""
     found = tuple(tuple(pair) if isinstance(pair, list) else pair for pair in sizes)
     for pair in found:
         is_pair = isinstance(pair, tuple) and len(pair) == 2
         if not is_pair or not all(is_whole(size, least=1) for size in pair):
             raise ConfigurationError(
                 "sizes must be pairs (bucket_bytes, first_bucket_bytes) of ints of at "
-                f"least 1. Received in it: {pair!r}."
+                f"least 1. Received: {pair!r}."
             )
     if not found:
-        raise ConfigurationError("sizes must hold a pair at least. Received: none.")
+        raise ConfigurationError(
+            "sizes must contain at least one pair. Received: none."
+        )
     return found
 
 
 def why_refused(model: keras.Model) -> str | None:
-    """Why nothing may be tried in trainings of `model`; None: it may."""
+    """Why `Autotune` must not act on trainings of `model`; None: it may."""
     strategy = model.distribute_strategy
     if model.run_eagerly:
         return (
@@ -329,31 +295,30 @@ def why_refused(model: keras.Model) -> str | None:
         for optimizer in optimizers_of(model)
     ):
         return (
-            "with sync= (LocalSGD, DiLoCo) most steps send nothing, and what a few "
-            "steps take says nothing of the meetings. Leave the callback out."
+            "with sync= (LocalSGD, DiLoCo) most steps send nothing, so the time of a "
+            "few steps does not measure the outer steps. Leave the callback out."
         )
     if strategy.extended.reducer.compressed is not None:
         return (
-            "what compression did not send is kept from step to step. `tfdp tune "
-            "--allow-lossy` tries settings with it, in trainings of their own."
+            "compression has error feedback from step to step. `tfdp tune "
+            "--allow-lossy` tries settings with it, in separate trainings."
         )
     if strategy.shard in ("gradients", "parameters"):
         return (
             f"with shard={strategy.shard!r} bucket_bytes also bounds what is in "
-            "memory at once, and a larger one may not fit. `tfdp tune --memory` tries "
-            "what does."
+            "memory at once, and a larger value may not fit. Use `tfdp tune --memory`."
         )
     return None
 
 
 def why_nothing_acts(pipeline: GradientPipeline) -> str | None:
-    """Why sizes of buckets make no difference; None: they do."""
+    """Why bucket sizes make no difference; None: they do."""
     if pipeline.engine.replicas == 1:
         return "one replica sends nothing."
     if not pipeline.engine.reduces_buckets:
         return (
-            f"the engine {pipeline.engine.name!r} hands over each gradient alone, so "
-            "there are no buckets. `tfdp tune` tries other engines."
+            f"the engine {pipeline.engine.name!r} sends each gradient alone, so there "
+            "are no buckets. `tfdp tune` tries other engines."
         )
     return None
 
@@ -372,16 +337,12 @@ def space_of(model: keras.Model, pipeline: GradientPipeline) -> Space:
         dtype = keras.backend.standardize_dtype(variable.dtype)
         elements = math.prod(variable.shape)
         bits = int("".join(sign for sign in dtype if sign.isdigit()) or 32)
-        # A layer's work grows with its weights, near enough for an order.
+        # Assumes a layer's work proportional to its weights: enough to rank sizes.
         gradients.append(Gradient(elements * bits // 8, float(elements), dtype))
     if not gradients:
         raise ConfigurationError("Autotune: the model has no weights to train.")
     profile = ModelProfile(model.name, tuple(gradients))
-    knobs = {
-        name: values
-        for name, values in knobs_of(place).items()
-        if name.endswith("_bytes")
-    }
+    knobs = {n: v for n, v in knobs_of(place).items() if n.endswith("_bytes")}
     return Space(place, knobs, profile)
 
 
@@ -394,44 +355,37 @@ def chosen_pairs(
     most: int,
     sizes: Sequence[tuple[int, int]] | None,
 ) -> list[tuple[int, int]]:
-    """The sizes to try beside the program's own, the most promising first.
+    """The sizes to try, the most promising first.
 
-    All hosts must ask, since their link is timed; what worker 0 gets is what counts.
+    Collective: it times the link between hosts, and worker 0's result counts.
 
     Args:
       space: of the model.
-      own: the program's own.
-      step_seconds: of a step with these.
+      own: the program's own setting.
+      step_seconds: of a step with `own`.
       link: between hosts; None: there is one.
-      most: how many.
-      sizes: pairs that the program names; None: all that make a difference.
+      most: the length of the result.
+      sizes: pairs to choose from; None: all that make a difference.
     """
     between = None
     if link is not None and link.workers > 1:
         speed = speed_of_sums(link)
-        between = Link(
-            speed.latency_seconds, speed.bytes_per_second, compute_share=COMPUTE_SHARE
-        )
+        latency, rate = speed.latency_seconds, speed.bytes_per_second
+        between = Link(latency, rate, compute_share=COMPUTE_SHARE)
     if sizes is not None:
         candidates = [Setting(*pair) for pair in sizes]
     else:
         pairs = [(b, f) for b in BUCKET_BYTES for f in FIRST_BUCKET_BYTES]
         candidates = [*space.settings, *(Setting(*pair) for pair in pairs)]
-    facts = TrialFacts(_required(space.model), step_seconds, between)
+    facts = TrialFacts(cast(ModelProfile, space.model), step_seconds, between)
     tried: set[tuple[Bucket, ...]] = {space.buckets(own)}
     found: list[Setting] = []
     for setting in sorted(
         candidates,
         key=lambda each: -round(predicted_speed(each, facts, space.place, own), 9),
     ):
-        # Those that make the same buckets are the same training.
+        # Settings with equal buckets are the same training.
         if (buckets := space.buckets(setting)) not in tried:
             tried.add(buckets)
             found.append(setting)
     return [(each.bucket_bytes, each.first_bucket_bytes) for each in found[:most]]
-
-
-def _required(model: ModelProfile | None) -> ModelProfile:
-    if model is None:
-        raise RuntimeError("a space without a model")
-    return dataclasses.replace(model)

@@ -1,4 +1,4 @@
-"""`RunRecord`: a `fit` in a small file, for `tfdp report`."""
+"""`RunRecord`: records a `fit` in a small file, for `tfdp report`."""
 
 from __future__ import annotations
 
@@ -30,27 +30,29 @@ from tfdp.cluster.machine import (
 from tfdp.errors import ConfigurationError, RunRecordWarning
 from tfdp.exchange.engine import Engine
 from tfdp.step.observers import StepMeter, attach, detach
-from tfdp.tools.runs.entries import MOST_NAMES, End, Entry, Epoch, Start, Steps
+from tfdp.tools.runs.entries import (
+    MOST_NAMES,
+    MOST_TEXT,
+    End,
+    Entry,
+    Epoch,
+    Start,
+    Steps,
+)
 from tfdp.tools.runs.run_file import RunFile, steps_of_line
 
-# Asking for memory takes as long as all else that a step is noted with.
+# Least time between memory queries, which cost as much as the rest of a step's record.
 MEMORY_SECONDS = 0.1
 MEMORY = ("resident_bytes", "peak_bytes", "device_bytes", "device_peak_bytes")
 
 
 @dataclasses.dataclass
 class _Line:
-    """The steps of the line that is being made.
+    """The steps of the next line."""
 
-    Args:
-      most_steps: after how many it is written.
-      sent_before: bytes within and between hosts until it began.
-      exchange_before: seconds in exchanges until then.
-    """
-
-    most_steps: int
-    sent_before: tuple[int | None, int | None]
-    exchange_before: float | None
+    most_steps: int  # writes the line after this many
+    sent_before: tuple[int | None, int | None]  # bytes within and between hosts
+    exchange_before: float | None  # seconds in exchanges before the line
     steps: int = 0
     batch: int = 0
     seconds: float = 0.0
@@ -61,42 +63,41 @@ class _Line:
 
 
 class RunRecord(keras.callbacks.Callback):
-    """Writes what a `fit` does, step by step, for `tfdp report`.
+    """Records a `fit` step by step, for `tfdp report`.
 
-    For each step its time, the part of it that waited for the batch, the part in
-    exchanges with other workers, samples, bytes sent within and between hosts, memory,
-    the loss; for each epoch what Keras reports of it; and once the settings, versions
-    and machines. `tfdp report DIRECTORY` makes a page of it: where the time went, who
-    was slow, what to do about it.
+    Records for each step its duration, the time it waited for the batch and in
+    exchanges with other workers, samples, bytes sent within and between hosts, memory
+    and the loss; for each epoch Keras' metrics; and once the settings, versions and
+    machines. `tfdp report DIRECTORY` makes a page of it: where the time went,
+    stragglers, and advice.
 
-    Every worker has a file of its own, `worker-0.jsonl` and so on, to which a line is
-    added at a time: a process that is killed leaves what it did until then. A training
-    that goes on after a restart adds to the same files. After 1,000 steps two of them
-    share a line, after 3,000 four, and so on: a million steps are some 10,000 lines of
-    400 bytes, and a line for each epoch.
+    Every worker appends lines to its own file, `worker-0.jsonl` and so on: a killed
+    process leaves its record up to then, and a restarted training continues the files.
+    After 1,000 steps two of them share a line, after 3,000 four, and so on: a million
+    steps are some 10,000 lines of 400 bytes, and a line for each epoch.
 
-    Place it first among the callbacks, on every worker: what comes behind it counts as
-    "between steps", and not as a step. For one page with pictures of single steps, let
+    Give it to every worker, as the first callback: time in callbacks after it counts as
+    "between steps", not as a step. To show single steps on the same page, let
     `StepTimeline` write into the same directory.
 
     Args:
-      directory: of this run alone; made where it is missing. Hosts may have one each:
-        copy the files together then.
+      directory: of this run only; created if missing. Hosts may have one each: copy the
+        files together for the report.
 
     Raises:
-      ConfigurationError: when training starts: the directory cannot be written to.
+      ConfigurationError: when training starts: the directory cannot be written.
 
     Warns:
-      RunRecordWarning: a line could not be written (a full disk); the training goes on,
-        and is recorded no further. Or another callback comes before it in the list.
+      RunRecordWarning: a line could not be written (a full disk), and recording stops,
+        though not the training; or another callback precedes it in the list.
 
-    Cost: the training step is traced once more, when training begins and after it has
-    ended; a step takes some 0.3 ms longer. Keras waits for each batch before it starts
-    the next. Nothing in a `fit` without it.
+    Cost: a trace of the step at the beginning and at the end of training, and some 0.3
+    ms per step. Keras waits for each batch before it starts the next. Nothing without
+    it.
 
-    What is not known is left out: samples and waiting for batches under a strategy that
-    is not tfdp's, waiting for batches with `steps_per_execution` above 1, time in
-    exchanges with `Communication(engine="tensorflow")` between hosts.
+    Omits what is unknown: samples and waiting for batches under a strategy that is not
+    tfdp's, waiting for batches with `steps_per_execution` above 1, time in exchanges
+    with `Communication(engine="tensorflow")` between hosts.
 
     ```python
     import tempfile
@@ -119,9 +120,8 @@ class RunRecord(keras.callbacks.Callback):
     def __init__(self, directory: str | os.PathLike[str]):
         super().__init__()
         if not isinstance(directory, str | os.PathLike) or not os.fspath(directory):
-            raise ConfigurationError(
-                f"directory must be the path of one. Received: {directory!r}."
-            )
+            text = f"directory must be a path. Received: {directory!r}."
+            raise ConfigurationError(text)
         self.directory = os.fspath(directory)
         #: This worker's file; None before training begins.
         self.path: os.PathLike[str] | None = None
@@ -130,25 +130,21 @@ class RunRecord(keras.callbacks.Callback):
         self._meter: StepMeter | None = None
         self._clock: StepClock | None = None
 
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Writes what this training is, and begins to count.
-
-        Raises:
-          ConfigurationError: see the class.
-        """
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Writes the start; raises ConfigurationError, see the class."""
         self._began = self._ended = time.perf_counter()
         self._done = 0
         self._line: _Line | None = None
         self._epoch = 0
         self._is_within_epoch = False
-        self._memory_asked = -MEMORY_SECONDS
+        self._memory_read = -MEMORY_SECONDS
         self._pending_validation = self._validated = self._test_began = 0.0
         strategy = self.model.distribute_strategy
         cluster = getattr(strategy, "cluster", None)
         worker, workers = (0, 1) if cluster is None else (cluster.rank, cluster.workers)
-        self._is_apart = getattr(strategy, "living", None) is not None
+        self._is_elastic = getattr(strategy, "living", None) is not None
         warn_unless_first(self)
-        self._close()  # what a training that failed has left
+        self._close()  # left open by a training that failed
         self._file = RunFile(self.directory, worker)
         self.path = self._file.path
         session, hosts = self._session(strategy)
@@ -166,20 +162,20 @@ class RunRecord(keras.callbacks.Callback):
                 tuple(hosts) if worker == 0 else (),
                 settings_of(self.model, self.params),
                 {name: str(v) for name, v in installed_versions().items()},
-                machine_in_words(),
+                machine_facts(),
             )
         )
         self._begin_to_count(strategy)
         self._samples = self._samples_now()
 
     def _session(self, strategy: Any) -> tuple[str, list[str]]:
-        """The word that all workers have for this start, and their machines."""
+        """The name that all workers share for this start, and their machines."""
         mine = {"session": secrets.token_hex(8), "host": platform.node()[:200]}
-        # Hosts that train apart begin when they like, and none waits for another.
-        if self._is_apart or not hasattr(strategy, "gather_bytes"):
+        # Elastic hosts start independently and must not wait for each other.
+        if self._is_elastic or not hasattr(strategy, "gather_bytes"):
             return mine["session"], [mine["host"]]
-        everybody = gather_from_hosts(strategy, mine, "the record of the run")
-        return str(everybody[0]["session"]), [str(each["host"]) for each in everybody]
+        found = gather_from_hosts(strategy, mine, "the record of the run")
+        return str(found[0]["session"]), [str(each["host"]) for each in found]
 
     def _replicas(self, strategy: Any, workers: int) -> int:
         here = len(devices_here(strategy))
@@ -187,37 +183,28 @@ class RunRecord(keras.callbacks.Callback):
 
     def _begin_to_count(self, strategy: Any) -> None:
         self._engine: Engine | None = None
-        with contextlib.suppress(ConfigurationError):  # nobody can count there
+        with contextlib.suppress(ConfigurationError):  # no traffic count available
             self._engine = engine_of(self.model, "RunRecord")
             self._reader = TrafficReader(self._engine)
-        if hasattr(strategy.extended, "current_run"):  # it is one of tfdp's
+        if hasattr(strategy.extended, "current_run"):  # tfdp's own strategies
             self._meter = StepMeter()
             attach(self.model, self._meter)
             self.model.make_train_function(force=True)
         self._clock = StepClock(self.model)
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Notes which it is."""
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch, self._validated, self._is_within_epoch = epoch, 0.0, True
 
-    def on_train_batch_begin(
-        self, batch: int, logs: dict[str, Any] | None = None
-    ) -> None:
-        """Starts the clock of a step."""
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self._first_batch = batch
         if self._line is None:
-            self._line = _Line(
-                steps_of_line(self._done),
-                self._sent(),
-                self._exchange_seconds(),
-            )
+            exchange, steps = self._exchange_seconds(), steps_of_line(self._done)
+            self._line = _Line(steps, self._sent(), exchange)
         if self._clock is not None:
             self._clock.start()
 
-    def on_train_batch_end(
-        self, batch: int, logs: dict[str, Any] | None = None
-    ) -> None:
-        """Notes a step, and writes the line when it has its steps."""
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Records a step, and writes the line when it is full."""
         now, line, clock = time.perf_counter(), self._line, self._clock
         if line is None or clock is None:
             return
@@ -239,7 +226,7 @@ class RunRecord(keras.callbacks.Callback):
             self._write_line()
 
     def _steps_made(self, batch: int) -> int:
-        """In the execution that ends; Keras counts the last of an epoch as whole."""
+        """Of the execution that ends; Keras counts an epoch's last one as full."""
         together = batch - self._first_batch + 1
         if together > 1 and self._meter is not None:
             return self._meter.steps - self._done
@@ -247,28 +234,26 @@ class RunRecord(keras.callbacks.Callback):
         return min(together, epoch - self._first_batch) if epoch else together
 
     def _input_seconds(self, now: float, clock: StepClock) -> float | None:
-        """From the beginning of a step until its batch was there."""
+        """From the beginning of a step until its batch arrived."""
         arrived = None if self._meter is None else self._meter.arrived_seconds
-        # Of several steps that run together nobody tells when the others ended.
+        # Within an execution of several steps only the last end is known.
         if arrived is None or self.model.steps_per_execution > 1:
             return None
         waited = arrived - clock.began_by_clock
         return min(max(0.0, waited), now - clock.began)
 
-    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Ends the line: validation sends, too."""
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Ends the line, since validation sends bytes, too."""
         self._is_within_epoch = False
         self._write_line()
         self._test_began = time.perf_counter()
 
-    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Notes how long it took."""
+    def on_test_end(self, logs: Any = None) -> None:
         took = time.perf_counter() - self._test_began
         self._pending_validation += took
         self._validated += took
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Writes what Keras reports of it."""
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._is_within_epoch = False
         self._write_line()
         numbers = {
@@ -287,8 +272,7 @@ class RunRecord(keras.callbacks.Callback):
             )
         )
 
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Writes that the training ended, and counts no more."""
+    def on_train_end(self, logs: Any = None) -> None:
         self._write_line()
         seconds = time.perf_counter() - self._began
         self._write(End(self._session_id, self._done, seconds))
@@ -298,12 +282,9 @@ class RunRecord(keras.callbacks.Callback):
             self.model.make_train_function(force=True)
 
     def _close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        if self._reader is not None:
-            self._reader.close()
-        if self._clock is not None:
-            self._clock.close()
+        for part in (self._file, self._reader, self._clock):
+            if part is not None:
+                part.close()
         if self._meter is not None:
             detach(self.model, self._meter)
         self._file = self._reader = self._meter = self._clock = None
@@ -341,11 +322,11 @@ class RunRecord(keras.callbacks.Callback):
         if self._reader is None:
             return None, None
         within, between = self._reader.sent()
-        # What goes to hosts that may die is not the engine's.
-        return within, None if self._is_apart else between
+        # Elastic exchanges between hosts bypass the engine.
+        return within, None if self._is_elastic else between
 
     def _exchange_seconds(self) -> float | None:
-        if self._reader is None or self._is_apart:
+        if self._reader is None or self._is_elastic:
             return None
         return 0.0 if self._engine is None else self._engine.seconds_between_hosts()
 
@@ -353,11 +334,11 @@ class RunRecord(keras.callbacks.Callback):
         return None if self._meter is None else self._meter.samples
 
     def _memory(self) -> tuple[int | None, ...]:
-        """Of the process and of GPUs, now and at most; not asked for in each step."""
+        """Of the process and of GPUs, now and peak; at most every MEMORY_SECONDS."""
         now = time.perf_counter()
-        if now - self._memory_asked < MEMORY_SECONDS and self._is_within_epoch:
+        if now - self._memory_read < MEMORY_SECONDS and self._is_within_epoch:
             return None, None, None, None
-        self._memory_asked = now
+        self._memory_read = now
         device = device_bytes(self.model.distribute_strategy) or (None, None)
         try:
             return *resident_and_peak_bytes(), *device
@@ -384,26 +365,16 @@ def _difference(now: Any, before: Any) -> Any:
     return None if now is None or before is None else max(0, now - before)
 
 
-# What a training is, in words for its record.
-
-
-MOST_TEXT = 1000
-
-
 def settings_of(model: keras.Model, params: Mapping[str, Any]) -> dict[str, str]:
-    """Strategy, exchange, model, optimizer and batch, by name.
-
-    Args:
-      model: within its `fit`.
-      params: what Keras tells callbacks of the `fit`.
-    """
+    """Strategy, exchange, model, optimizer and batch; `params` of Keras' callbacks."""
     strategy = model.distribute_strategy
+    is_ours = type(strategy).__module__.startswith("tfdp.")
     found: dict[str, Any] = {
-        "strategy": repr(strategy) if _is_ours(strategy) else type(strategy).__name__,
+        "strategy": repr(strategy) if is_ours else type(strategy).__name__,
         "communication": getattr(strategy, "communication", None),
         "shard": getattr(strategy, "shard", None),
-        "model": f"{model.name}{_weights_in_words(model)}",
-        "optimizer": _optimizer_in_words(model.optimizer),
+        "model": f"{model.name}{_weight_counts(model)}",
+        "optimizer": _optimizer_classes(model.optimizer),
         "loss": _name_of(model.loss),
         "dtype policy": model.dtype_policy.name,
         "batch": _batch_size(model),
@@ -413,21 +384,17 @@ def settings_of(model: keras.Model, params: Mapping[str, Any]) -> dict[str, str]
         "compiled by XLA": model.jit_compile,
         "eager": model.run_eagerly,
     }
-    return {
-        name: str(value)[:MOST_TEXT]
-        for name, value in found.items()
-        if value is not None
-    }
+    return {n: str(v)[:MOST_TEXT] for n, v in found.items() if v is not None}
 
 
-def machine_in_words() -> dict[str, str]:
+def machine_facts() -> dict[str, str]:
     """This machine: its name, system, processor, cores and memory."""
     facts = {"host": platform.node(), **describe_machine()}
     return {name: str(value)[:MOST_TEXT] for name, value in facts.items() if value}
 
 
 def devices_here(strategy: Any) -> list[str]:
-    """The devices of this process that a strategy trains on."""
+    """This process's devices of a strategy."""
     try:
         return [str(device) for device in strategy.extended.worker_devices]
     except (AttributeError, RuntimeError):
@@ -438,10 +405,7 @@ def devices_here(strategy: Any) -> list[str]:
 
 
 def device_bytes(strategy: Any) -> tuple[int, int] | None:
-    """Memory in use now, and the most so far, of the fullest GPU; None: none is used.
-
-    Cost: a question to TensorFlow's allocator for each GPU.
-    """
+    """Memory in use and peak of the fullest GPU; None: no GPU is used."""
     names = [tf.DeviceSpec.from_string(device) for device in devices_here(strategy)]
     found = [
         tf.config.experimental.get_memory_info(f"GPU:{name.device_index}")
@@ -453,20 +417,16 @@ def device_bytes(strategy: Any) -> tuple[int, int] | None:
     return max(i["current"] for i in found), max(i["peak"] for i in found)
 
 
-def _is_ours(strategy: Any) -> bool:
-    return type(strategy).__module__.startswith("tfdp.")
-
-
-def _weights_in_words(model: keras.Model) -> str:
+def _weight_counts(model: keras.Model) -> str:
     if not model.built:
         return ""
-    # Of sharded variables too the shapes are those of the whole.
+    # Shapes of sharded variables are global.
     count = sum(int(np.prod(weight.shape)) for weight in model.weights)
     trainable = sum(int(np.prod(weight.shape)) for weight in model.trainable_weights)
     return f": {count:,} weights, {trainable:,} of them trained"
 
 
-def _optimizer_in_words(optimizer: Any) -> str | None:
+def _optimizer_classes(optimizer: Any) -> str | None:
     if optimizer is None:
         return None
     parts = [type(optimizer).__name__]
@@ -483,7 +443,7 @@ def _name_of(value: Any) -> str | None:
 
 
 def _batch_size(model: keras.Model) -> int | None:
-    """Rows of a global batch, where what `fit` reads states it."""
+    """Rows of a global batch, if `fit`'s data adapter states it."""
     for found in fits_around():
         if found.get("self") is model:
             adapter = getattr(found.get("epoch_iterator"), "data_adapter", None)

@@ -1,4 +1,4 @@
-"""`StepTimeline`: a step of `fit` as a picture."""
+"""`StepTimeline`: draws one step of `fit`."""
 
 from __future__ import annotations
 
@@ -15,41 +15,35 @@ from tfdp.errors import ConfigurationError
 from tfdp.files.asked_for import refuse_bad_place
 from tfdp.files.atomic import replaced
 from tfdp.step.find_optimizers import names_of_updates
-from tfdp.tools.report.timeline_page import (
-    chrome_trace,
-    draw_timeline,
-    hidden_share,
-    seconds_by_kind,
-)
+from tfdp.tools.report import timeline_page
 
 
 class StepTimeline(keras.callbacks.Callback):
-    """Draws what every thread did in one training step: exchanges, update, the rest.
+    """Draws what every thread did in one training step: exchanges, update, computing.
 
-    Shows whether gradients and weights travel while the model computes. Prints the path
-    of the page, in how much of the exchanges' time another thread computed (that of
-    another replica, too; `tfdp report` counts the same replica's computing), and how
-    long the weights' update took on all threads together. Beside the page lies the same
-    as a trace, `.trace.json`, by replica and thread, which https://ui.perfetto.dev
-    opens. A training that ends before the step says so. On CPUs TensorFlow does not
-    tell of which replica an op is in a graph that replicas share: from 32 weights on
-    the update, and with 3 replicas and more all that they compute. TensorFlow has one
-    profiler: while another callback uses it nothing is drawn, and a line says so.
+    Shows whether exchanges overlap computing. Prints the path of the page, the share of
+    the exchange time in which another thread computed (also of another replica; `tfdp
+    report` counts only the same replica's computing), and the duration of the weights'
+    update on all threads together. Next to the page it writes a trace, `.trace.json`,
+    by replica and thread, for https://ui.perfetto.dev. It reports a training that ends
+    before the step. On CPUs TensorFlow does not attribute all ops in a graph that
+    replicas share: from 32 weights on the update, and from 3 replicas on all computing.
+    TensorFlow has one profiler: while another callback uses it, nothing is drawn and a
+    message explains it.
 
     Args:
       path: of the HTML page to write. On several hosts each writes its own: host 1
-        `timeline.host1.html` where this is `timeline.html`.
-      step: the training step to draw, counted from 1; the first ones are slower than
-        the rest, because TensorFlow traces and warms up. At least 2. With
-        `steps_per_execution=K` the K steps are drawn that run together with it; if
-        those are the very first, in which TensorFlow traces, the K steps after them.
+        `timeline.host1.html` for `timeline.html`.
+      step: the training step to draw, from 1, at least 2: the first steps are slower,
+        because TensorFlow traces and warms up. With `steps_per_execution=K` it draws
+        the K steps of one execution, never the first one.
 
     Raises:
-      ConfigurationError: when `step` is below 2; when training starts: nothing can be
-        written to `path`.
+      ConfigurationError: `step` is below 2; when training starts: `path` cannot be
+        written.
 
-    Cost: the one step is a little slower. On GPUs it shows what the host's threads did,
-    not the kernels (TensorBoard's profiler does).
+    Cost: the one step is a little slower. On GPUs it shows the host's threads, not the
+    kernels (TensorBoard's profiler does).
 
     ```python
     import pathlib
@@ -78,28 +72,24 @@ class StepTimeline(keras.callbacks.Callback):
             )
         self.path = Path(path)
         self.step = step
-        #: Of the trace, once it is written.
+        #: The path of the trace, once it is written.
         self.trace_path: Path | None = None
-        #: The share of the exchanges' time in which another thread computed; None
-        #: before the step, and without exchanges.
+        #: Share of the exchange time in which another thread computed; None before the
+        #: step, and without exchanges.
         self.hidden_share: float | None = None
-        #: Seconds per step on all threads together by kind of op; empty before the
-        #: step. On GPUs the host's: what launches took, not kernels.
+        #: Seconds per step on all threads, by kind of op; empty before the step. On
+        #: GPUs the time of launches, not of kernels.
         self.seconds: dict[str, float] = {}
-        #: The steps that were drawn, the first and the last; None before.
+        #: The first and the last step drawn; None before.
         self.drawn_steps: tuple[int, int] | None = None
         self._trace: StepTrace | None = None
         self._steps_before = 0
         self._steps_together = 1
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Starts the trace before its step.
-
-        Raises:
-          ConfigurationError: in the first step: the page cannot be where it is to be.
-        """
+        """Starts the trace before its step; raises ConfigurationError."""
         if not self._steps_before:
-            # Not before: another callback may have made the folder.
+            # Not earlier: another callback may create the folder.
             refuse_bad_place("StepTimeline: path", os.fspath(self.path))
         self._steps_together = self._steps_of_execution(batch)
         reached = self._steps_before + self._steps_together
@@ -109,32 +99,29 @@ class StepTimeline(keras.callbacks.Callback):
             self._trace = self._started_trace()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Draws the steps that were traced."""
+        """Draws the traced steps."""
         self._steps_before += self._steps_together
         if self._trace is None or self.drawn_steps is None:
             return
         events, self._trace = self._trace.stop(), None
         if not events:
             return
-        self.hidden_share = hidden_share(events)
+        self.hidden_share = timeline_page.hidden_share(events)
         optimizers = names_of_updates(self.model)
         first, last = self.drawn_steps
         together = last - first + 1
-        self.seconds = {
-            kind: seconds / together
-            for kind, seconds in seconds_by_kind(events, optimizers).items()
-        }
+        seconds = timeline_page.seconds_by_kind(events, optimizers)
+        self.seconds = {kind: each / together for kind, each in seconds.items()}
         steps = f"step {first}" if together == 1 else f"steps {first} to {last}"
         try:
             self._write(events, steps, optimizers)
         except OSError as error:
-            # A look at a training does not end it.
+            # Failing to draw does not end the training.
             print(f"\ntfdp: no timeline was written: {error}.")
             return
         share = self.hidden_share
-        # `tfdp report` counts what the same replica computed, which is less.
-        behind = f"; another thread computed in {share or 0:.0%} of the exchanges' time"
-        hidden = "" if share is None else behind
+        hidden = f"; another thread computed in {share or 0:.0%} of the exchanges' time"
+        hidden = "" if share is None else hidden
         update_ms = self.seconds["update of weights"] * 1e3
         print(
             f"\ntimeline of {steps}: {self.path}{hidden}; update of weights: "
@@ -143,7 +130,7 @@ class StepTimeline(keras.callbacks.Callback):
         )
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Says when the step never came."""
+        """Reports that the step never came."""
         if self.drawn_steps is None:
             last = self._steps_before
             instead = f"StepTimeline(step={last})" if last >= 2 else "more steps"
@@ -152,7 +139,7 @@ class StepTimeline(keras.callbacks.Callback):
             print(
                 f"\ntfdp: no timeline was written: the training ended after {last} "
                 f"steps, and StepTimeline(step={self.step}) waits for step "
-                f"{self.step}, not among the first that run. Take {instead}."
+                f"{self.step}, outside of the first execution. Use {instead}."
             )
 
     def _started_trace(self) -> StepTrace | None:
@@ -160,19 +147,19 @@ class StepTimeline(keras.callbacks.Callback):
         try:
             trace.start()
         except tf.errors.AlreadyExistsError:
-            # An error would end the training while the other profiler runs on.
+            # Raising would end the training.
             print(
                 "\ntfdp: no timeline was written: TensorFlow has one profiler, and "
-                f"another user of it is at work in step {self.step} (a second "
+                f"another user of it is active in step {self.step} (a second "
                 "StepTimeline, keras.callbacks.TensorBoard(profile_batch=...) or "
-                "tf.profiler). Give each other steps, by StepTimeline(step=...), or "
+                "tf.profiler). Give each another step, by StepTimeline(step=...), or "
                 "leave one of them out."
             )
             return None
         return trace
 
     def _write(self, events: Any, steps: str, optimizers: list[str]) -> None:
-        """The page and the trace, each whole or not at all."""
+        """Writes the page and the trace, each atomically."""
         strategy = self.model.distribute_strategy
         cluster = getattr(strategy, "cluster", None)
         host, hosts = (cluster.rank, cluster.workers) if cluster is not None else (0, 1)
@@ -181,29 +168,18 @@ class StepTimeline(keras.callbacks.Callback):
         self.trace_path = self.path.with_suffix(".trace.json")
         of_host = f", host {host} of {hosts}" if hosts > 1 else ""
         local = 1 if strategy is None else strategy.num_replicas_in_sync // hosts
-        for path, text in (
-            (
-                self.path,
-                draw_timeline(
-                    events, f"Training {steps}{of_host}", optimizers, host * local
-                ),
-            ),
-            (
-                self.trace_path,
-                chrome_trace(
-                    events,
-                    optimizers,
-                    host=host,
-                    hosts=hosts,
-                    first_rank=host * local,
-                ),
-            ),
-        ):
+        first = host * local
+        title = f"Training {steps}{of_host}"
+        page = timeline_page.draw_timeline(events, title, optimizers, first)
+        trace = timeline_page.chrome_trace(
+            events, optimizers, host=host, hosts=hosts, first_rank=first
+        )
+        for path, text in ((self.path, page), (self.trace_path, trace)):
             with replaced(path) as half_written:
                 half_written.write_text(text, encoding="utf-8")
 
     def _steps_of_execution(self, batch: int) -> int:
-        """How many steps run until the next end; the last ones may be fewer."""
+        """Steps of this execution; an epoch's last one may have fewer."""
         together = self.model.steps_per_execution
         steps = (self.params or {}).get("steps")
         return together if steps is None else max(1, min(together, steps - batch))

@@ -1,1 +1,1 @@
-"""What `tfdp X` calls, but for those that have rooms of their own."""
+"""Subcommands of `tfdp`, except those with packages of their own."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-import textwrap
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 from tfdp.checks import integer_from
@@ -15,26 +15,16 @@ from tfdp.files.asked_for import refuse_bad_place, write_json_for
 from tfdp.progress_bar import progress_bar
 from tfdp.strategies.quiet import import_tensorflow_quietly
 from tfdp.strategies.unused import note_used
-from tfdp.tools.commands.check_target import (
-    ENDED_ITSELF,
-    FORMS,
-    RETURNS,
-    Target,
-    load_target,
-    parse_target,
-)
+from tfdp.tools.commands import check_target
 
 HOLDS, FAILS, NOT_CHECKED = 0, 1, 2
 STRATEGIES = ("tfdp", "mirrored")
-EPILOG = "\n".join(
-    textwrap.fill(text, 80)
-    for text in (
-        f"TARGET is {FORMS}.",
-        f"A function returns {RETURNS}.",
-        "Exit status: 0 the check holds, or does but for batch normalization per "
-        "replica, which is by design; 1 it does not; 2 nothing was checked, the check "
-        "cannot tell, or the report could not be written.",
-    )
+EPILOG = check_target.wrapped(
+    f"TARGET is {check_target.FORMS}.",
+    f"A function returns {check_target.RETURNS}.",
+    "Exit status: 0 the check holds, or holds except for batch normalization per "
+    "replica, which is by design; 1 it fails; 2 nothing was checked, the check is "
+    "inconclusive, or the report could not be written.",
 )
 
 
@@ -42,116 +32,90 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `tfdp check`."""
     parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("target", metavar="TARGET", help="what to check; see below")
-    parser.add_argument(
+    add, count = parser.add_argument, integer_from(1)
+    add("target", metavar="TARGET", help="what to check; see below")
+    add(
         "--replicas",
         type=integer_from(2),
         metavar="N",
         default=2,
-        help="replicas, on as many GPUs or else logical CPUs (default: 2)",
+        help="one per GPU, or else per logical CPU (default: 2)",
     )
-    parser.add_argument(
-        "--strategy",
-        choices=STRATEGIES,
-        default="tfdp",
-        help="tfdp.DataParallelStrategy or tf.distribute.MirroredStrategy "
-        "(default: tfdp)",
-    )
-    parser.add_argument(
-        "--steps", type=integer_from(1), metavar="S", help="training steps (default: 4)"
-    )
-    parser.add_argument(
-        "--batch-size",
-        type=integer_from(1),
-        metavar="B",
-        help="rows of a global batch, for arrays (default: 32)",
-    )
-    parser.add_argument(
-        "--seed", type=integer_from(0), metavar="SEED", help="of the build (default: 0)"
-    )
-    parser.add_argument(
-        "--keep-random-layers",
-        action="store_true",
-        help="leave dropout and noise on, which draw differently on every replica",
-    )
-    parser.add_argument("--json", metavar="PATH", help="also write the report here")
+    default = "(default: tfdp)"
+    add("--strategy", choices=STRATEGIES, default="tfdp", help=default)
+    add("--steps", type=count, metavar="S", help="training steps (default: 4)")
+    rows = "rows of a global batch, for arrays (default: 32)"
+    add("--batch-size", type=count, metavar="B", help=rows)
+    add("--seed", type=integer_from(0), metavar="SEED", help="of build() (default: 0)")
+    random = "keep dropout and noise, which draw differently on every replica"
+    add("--keep-random-layers", action="store_true", help=random)
+    add("--json", metavar="PATH", help="also write the report to this file")
 
 
 def run(options: argparse.Namespace) -> int:
     """Runs `tfdp check`; returns the exit status: 0 holds, 1 fails, 2 not checked."""
     try:
-        target = parse_target(options.target)
+        target = check_target.parse_target(options.target)
         refuse_bad_place("--json", options.json)
         report = _check(target, options)
     except TfdpError as error:
-        print(f"tfdp check: {error}", file=sys.stderr)
-        return NOT_CHECKED
-    except SystemExit:
+        return _failed(f"{error}")
+    except (Exception, SystemExit) as error:
+        # The target's own code failed; its traceback shows where.
         traceback.print_exc()
-        print(f"tfdp check: {ENDED_ITSELF}", file=sys.stderr)
-        return NOT_CHECKED
-    except Exception:
-        # The target's own code, on one device: its traceback says where.
-        traceback.print_exc()
-        print("tfdp check: the target failed on one device", file=sys.stderr)
-        return NOT_CHECKED
+        if isinstance(error, SystemExit):
+            return _failed(check_target.ENDED_ITSELF)
+        return _failed("the target failed on one device")
     print(report)
     if options.json is not None:
         facts = {"target": options.target, "versions": installed_versions()}
         try:
             write_json_for("--json", options.json, {**facts, **report.to_json()})
         except TfdpError as error:
-            print(f"tfdp check: {error}", file=sys.stderr)
-            return NOT_CHECKED
+            return _failed(f"{error}")
     if report.inconclusive:
         return NOT_CHECKED
     return HOLDS if report.ok or report.is_intended else FAILS
 
 
-def _check(target: Target, options: argparse.Namespace) -> Any:
-    strategy = _make_devices(options.replicas)
+def _failed(reason: str) -> int:
+    print(f"tfdp check: {reason}", file=sys.stderr)
+    return NOT_CHECKED
+
+
+def _check(target: check_target.Target, options: argparse.Namespace) -> Any:
+    make_strategy = _make_devices(options.replicas)
     from tfdp.tools.testing.parity import check_parity
 
-    found = load_target(target)
-    given = {
-        "steps": options.steps,
-        "batch_size": options.batch_size,
-        "seed": options.seed,
-        "random_layers": "keep" if options.keep_random_layers else None,
-    }
-    chosen = {name: value for name, value in given.items() if value is not None}
+    found = check_target.load_target(target)
+    keywords = dict(found.options)
+    for name in ("steps", "batch_size", "seed"):
+        if (value := getattr(options, name)) is not None:
+            keywords[name] = value
+    if options.keep_random_layers:
+        keywords["random_layers"] = "keep"
     with progress_bar("training on one device and on the replicas", 0):
-        return check_parity(
-            found.build,
-            found.data,
-            strategy(options.strategy),
-            **{**found.options, **chosen},
-        )
+        replicated = make_strategy(options.strategy)
+        return check_parity(found.build, found.data, replicated, **keywords)
 
 
-def _make_devices(replicas: int) -> Any:
-    """Sets the devices up before the target can start TensorFlow's runtime.
-
-    Returns:
-      A function from the strategy's name to the strategy, for after that.
-    """
+def _make_devices(replicas: int) -> Callable[[str], Any]:
+    """Configures devices before the target starts TensorFlow; returns a factory."""
     import tfdp
 
     import_tensorflow_quietly()
     import tensorflow as tf
 
+    kind = "GPU"
     if len(tf.config.list_physical_devices("GPU")) < replicas:
         tfdp.use_virtual_devices(replicas)
-        devices = [f"CPU:{i}" for i in range(replicas)]
-    else:
-        devices = [f"GPU:{i}" for i in range(replicas)]
+        kind = "CPU"
+    devices = [f"{kind}:{i}" for i in range(replicas)]
 
     def make_strategy(name: str) -> Any:
-        kinds = {
-            "tfdp": tfdp.DataParallelStrategy,
-            "mirrored": tf.distribute.MirroredStrategy,
-        }
-        note_used()  # not by a program, whose scope it would be told to use
-        return kinds[name](devices)
+        note_used()  # suppresses the warning about a strategy without a scope
+        if name == "mirrored":
+            return tf.distribute.MirroredStrategy(devices)
+        return tfdp.DataParallelStrategy(devices)
 
     return make_strategy

@@ -1,4 +1,4 @@
-"""What commands are pointed at: a script or a function, and what it gives."""
+"""Resolves the TARGET argument of commands: a script or a function."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import pathlib
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -24,32 +25,35 @@ RETURNS = (
     "(build, data), or a dict with the keys 'build' and 'data' and perhaps 'steps', "
     "'batch_size', 'seed' and 'random_layers'"
 )
-#: What is said of a target that calls `sys.exit`, whatever code it gave: 0 would say
-#: that all is well.
+#: For a target that calls `sys.exit`, whatever its code: 0 would report success.
 ENDED_ITSELF = (
-    "the target ended by itself (SystemExit). It is imported, not run: keep what "
-    'trains, reads arguments and ends under `if __name__ == "__main__":`.'
+    "the target called sys.exit (SystemExit). It is imported, not run: keep code that "
+    'trains, parses arguments or exits under `if __name__ == "__main__":`.'
 )
 MODULE_NAME = "tfdp_check_target"
 OPTIONAL_KEYS = ("steps", "batch_size", "seed", "random_layers")
 
 
+def wrapped(*texts: str) -> str:
+    """Texts for the end of a command's help, wrapped."""
+    return "\n".join(textwrap.fill(text, 80) for text in texts)
+
+
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A script's path or a module's name, and the function in it, if one is named."""
+    """A script's path or a module's name, and optionally a function in it."""
 
     module: str
     function: str | None
 
     @property
     def is_script(self) -> bool:
-        """Whether `module` is a path."""
         return self.module.endswith(".py")
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelAndData:
-    """What is to be checked; `options` are further arguments of `check_parity`."""
+    """What to train; `options` are further arguments of `check_parity`."""
 
     build: Callable[[], Any]
     data: Any
@@ -58,11 +62,7 @@ class ModelAndData:
 
 @contextlib.contextmanager
 def training_a_target() -> Iterator[None]:
-    """Around what a process does that trains a target, and nothing else.
-
-    A target that ends it is told of; the strategy is not its own, so nobody is told
-    how to use that.
-    """
+    """Around a process that only trains a target; an exit of the target is an error."""
     note_used()
     try:
         yield
@@ -72,15 +72,15 @@ def training_a_target() -> Iterator[None]:
 
 
 def parse_target(text: str) -> Target:
-    """Reads the target from the command line; imports nothing.
+    """Parses TARGET from the command line; imports nothing.
 
     Raises:
-      ConfigurationError: when it is of no known form, or the script is missing.
+      ConfigurationError: its form is unknown, or the script does not exist.
 
     >>> parse_target("pkg.models:small")
     Target(module='pkg.models', function='small')
     """
-    # From the right: a path may hold a colon.
+    # From the right: a path may contain a colon.
     module, colon, function = text.rpartition(":")
     if not colon:
         module, function = text, ""
@@ -98,13 +98,8 @@ def parse_target(text: str) -> Target:
 
 
 def load_target(target: Target) -> ModelAndData:
-    """Imports the target and calls its function.
-
-    Raises:
-      ConfigurationError: when the function does not exist or gives something else.
-      Exception: whatever the target's own code raises.
-    """
-    module = _imported(target)
+    """Imports the target and calls its function; raises what that code raises."""
+    module = _import(target)
     if target.function is None:
         build = _function(module, target, "build_model")
         return ModelAndData(build, _function(module, target, "make_data")(), {})
@@ -112,31 +107,24 @@ def load_target(target: Target) -> ModelAndData:
 
 
 def load_build(target: Target) -> Callable[..., Any]:
-    """Imports the target: what makes its model, `build_model` where none is named.
-
-    Raises:
-      ConfigurationError: when there is no such function.
-      Exception: whatever the target's own code raises.
-    """
-    module = _imported(target)
-    if target.function is None:
-        return _function(module, target, "build_model")
-    return _function(module, target, target.function)
+    """Imports the target and returns its model function, by default `build_model`."""
+    module = _import(target)
+    return _function(module, target, target.function or "build_model")
 
 
-def _imported(target: Target) -> ModuleType:
+def _import(target: Target) -> ModuleType:
     return _run_script(target) if target.is_script else _import_module(target)
 
 
 def _run_script(target: Target) -> ModuleType:
     path = pathlib.Path(target.module).resolve()
-    # A script finds the modules beside it, as when Python runs it.
+    # As when Python runs a script: it can import modules from its folder.
     sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(MODULE_NAME, path)
     if spec is None or spec.loader is None:
         raise ConfigurationError(f"{target.module} cannot be imported as Python.")
     module = importlib.util.module_from_spec(spec)
-    # Classes look for their module here, dataclasses among them.
+    # Dataclasses look up their module here.
     sys.modules[MODULE_NAME] = module
     spec.loader.exec_module(module)
     return module
@@ -148,7 +136,7 @@ def _import_module(target: Target) -> ModuleType:
         return importlib.import_module(target.module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{target.module}.".startswith(f"{error.name}."):
-            raise  # of something that the module itself imports
+            raise  # the module's own import failed
         raise ConfigurationError(
             f"There is no module {error.name!r} here or among the installed packages."
         ) from error

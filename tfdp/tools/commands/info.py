@@ -1,4 +1,4 @@
-"""`tfdp info`: versions, devices, and what tfdp would choose here, and why."""
+"""`tfdp info`: versions, devices, and the settings that tfdp would choose here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tfdp.cluster.machine import describe_machine, installed_versions
 from tfdp.errors import ClusterError, DeviceWarning
 from tfdp.strategies.quiet import import_tensorflow_quietly
 
-# Below these tfdp does not work; `setup.cfg` asks for the same.
+# As in `setup.cfg`.
 MINIMUM_VERSIONS = {"tensorflow": (2, 20), "keras": (3, 12)}
 
 
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--virtual-devices",
         type=int,
         metavar="N",
-        help="tell what would be chosen after tfdp.use_virtual_devices(N)",
+        help="show what would be chosen after tfdp.use_virtual_devices(N)",
     )
 
 
@@ -42,12 +42,7 @@ def gather_facts(virtual_devices: int | None = None) -> dict[str, Any]:
     Without TensorFlow, `devices` and `strategy` are None and a warning says why.
 
     Args:
-      virtual_devices: number of logical CPUs to make first, as
-        `tfdp.use_virtual_devices` does; None leaves the devices as they are.
-
-    Raises:
-      ConfigurationError: when `virtual_devices` is below 1.
-      DeviceError: when TensorFlow has already started with another number.
+      virtual_devices: see `tfdp.use_virtual_devices`; None: leave the devices.
     """
     facts: dict[str, Any] = {
         "versions": installed_versions(),
@@ -78,7 +73,6 @@ def gather_facts(virtual_devices: int | None = None) -> dict[str, Any]:
 
 
 def _cluster() -> dict[str, Any] | None:
-    """What the environment says of several workers, and how they would exchange."""
     try:
         cluster = tfdp.find_cluster()
     except ClusterError as error:
@@ -88,27 +82,20 @@ def _cluster() -> dict[str, Any] | None:
     from tfdp.hosts.choose_link import link_name
 
     engine, reason = link_name(tfdp.Communication())
-    return {
-        **dataclasses.asdict(cluster),
-        "engine": engine,
-        "engine_reason": reason,
-    }
+    return {**dataclasses.asdict(cluster), "engine": engine, "engine_reason": reason}
 
 
 def _devices() -> dict[str, list[dict[str, str]]]:
     import tensorflow as tf
 
+    def facts(device: Any) -> dict[str, str]:
+        return {"name": device.name, "type": device.device_type}
+
     physical = []
     for device in tf.config.list_physical_devices():
         details = tf.config.experimental.get_device_details(device)
-        model = details.get("device_name", "")
-        physical.append(
-            {"name": device.name, "type": device.device_type, "model": model}
-        )
-    logical = [
-        {"name": device.name, "type": device.device_type}
-        for device in tf.config.list_logical_devices()
-    ]
+        physical.append({**facts(device), "model": details.get("device_name", "")})
+    logical = [facts(device) for device in tf.config.list_logical_devices()]
     return {"physical": physical, "logical": logical}
 
 
@@ -116,11 +103,11 @@ def _strategy() -> dict[str, Any]:
     from tfdp.exchange.choose_engine import choose_engine
     from tfdp.strategies.unused import note_used
 
-    # Not auto_strategy: in a cluster that would wait for the other workers.
+    # Not auto_strategy, which waits for the other workers of a cluster.
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeviceWarning)  # it stands among the facts
+        warnings.simplefilter("ignore", DeviceWarning)  # listed among the facts
         strategy = tfdp.DataParallelStrategy(alone=True)
-    note_used()  # it was made to be looked at
+    note_used()  # suppresses the warning that it was never used
     devices = list(strategy.extended.worker_devices)
     engine = choose_engine(devices, strategy.communication)
     topology = strategy.topology
@@ -150,7 +137,7 @@ def _version_warnings(
         elif version != checked[package]:
             found.append(
                 f"{package} {version} is not the version that tfdp was checked with, "
-                f"{checked[package]}; tfdp's own tests tell: make test"
+                f"{checked[package]}; run tfdp's own tests: make test"
             )
     return found
 
@@ -160,13 +147,10 @@ def _setting_warnings(devices: list[str]) -> list[str]:
 
     from tfdp.strategies.devices import unseen_gpus
 
-    found = []
-    if (unseen := unseen_gpus()) is not None:
-        found.append(unseen)
-    if keras.config.backend() != "tensorflow":
-        found.append(
-            f"Keras runs on {keras.config.backend()}: set KERAS_BACKEND=tensorflow"
-        )
+    unseen, backend = unseen_gpus(), keras.config.backend()
+    found = [] if unseen is None else [unseen]
+    if backend != "tensorflow":
+        found.append(f"Keras runs on {backend}: set KERAS_BACKEND=tensorflow")
     if len(devices) == 1:
         found.append(
             "one device, so one replica: nothing to distribute. "
@@ -174,8 +158,8 @@ def _setting_warnings(devices: list[str]) -> list[str]:
         )
     if sum("GPU" in device for device in devices) > 1:
         found.append(
-            "sums over NCCL have been run with one GPU alone: `tfdp selftest` checks "
-            "those of this machine"
+            "sums over NCCL were tested with one GPU only: run `tfdp selftest` on this "
+            "machine"
         )
     return found
 

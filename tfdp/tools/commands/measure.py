@@ -1,36 +1,34 @@
-"""`tfdp measure`: this machine's numbers, into a file that `tfdp simulate` reads."""
+"""`tfdp measure`: measures this machine and writes the file for `tfdp simulate`."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import json
 import pathlib
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from tfdp.errors import ConfigurationError
 from tfdp.files.asked_for import refuse_bad_place, written_for
-from tfdp.files.checked_json import parse_json, write_json
+from tfdp.files.checked_json import write_json
 from tfdp.tools.bench.processes.two_hosts import check_rate
-from tfdp.tools.bench.python_process import ProcessFailed, run_python
 from tfdp.tools.commands.check_target import (
     load_target,
     parse_target,
     training_a_target,
 )
+from tfdp.tools.commands.tune_processes import TrialFailed, result_of
 from tfdp.tools.measuring.machine import (
     CASES_OF_MODELS,
     LOOPBACK,
     PLACES,
     measure_machine,
 )
-from tfdp.tools.measuring.places import Place
 from tfdp.tools.simulator.measured import MeasuredMachine, MeasuredModel, write_machine
 from tfdp.tools.simulator.model import Gradient, ModelProfile
 
@@ -42,57 +40,36 @@ NOT_WRITTEN = 2
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `tfdp measure`."""
-    parser.add_argument("--output", required=True, metavar="FILE", help="where it goes")
-    parser.add_argument(
+    add, whole = parser.add_argument, partial(parser.add_argument, type=int)
+    add("--output", required=True, metavar="FILE", help="the file to write")
+    add(
         "--models",
         nargs="+",
         choices=CASES_OF_MODELS,
         metavar="MODEL",
-        help=f"whose steps are timed (default: {', '.join(DEFAULT_MODELS)}); known: "
+        help=f"models to time (default: {', '.join(DEFAULT_MODELS)}); known: "
         f"{', '.join(CASES_OF_MODELS)}",
     )
-    parser.add_argument(
+    add(
         "--target",
         metavar="TARGET",
         help="your own model, in one process: path/to/script.py:function or "
-        "package.module:function that gives (build, data), as for `tfdp check`",
+        "package.module:function that returns (build, data), as for `tfdp check`",
     )
-    parser.add_argument(
-        "--batch",
-        type=int,
-        metavar="B",
-        help=f"with --target: samples of each replica (default: {DEFAULT_BATCH})",
-    )
-    parser.add_argument(
-        "--places",
-        nargs="+",
-        choices=list(map(str, PLACES)),
-        metavar="PxR",
-        help="processes x replicas (default: "
-        f"{', '.join(map(str, PLACES))}); 1x1 always",
-    )
-    parser.add_argument(
-        "--link",
-        default=LOOPBACK,
-        metavar="RATE",
-        help="between two processes: loopback, or a rate such as 1gbit (needs root)",
-    )
-    parser.add_argument(
-        "--repeats", type=int, default=9, metavar="R", help="figures each (default: 9)"
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="a tiny model, 2 repeats: shows that it runs",
-    )
-    parser.add_argument(
-        "--timeout-seconds", type=int, default=900, metavar="S", help="of each arm"
-    )
+    samples = f"with --target: samples of each replica (default: {DEFAULT_BATCH})"
+    whole("--batch", metavar="B", help=samples)
+    names = list(map(str, PLACES))
+    places = f"processes x replicas (default: {', '.join(names)}); 1x1 always"
+    add("--places", nargs="+", choices=names, metavar="PxR", help=places)
+    link = "between two processes: loopback, or a rate such as 1gbit (needs root)"
+    add("--link", default=LOOPBACK, metavar="RATE", help=link)
+    whole("--repeats", default=9, metavar="R", help="of each (default: 9)")
+    add("--quick", action="store_true", help="smoke test: a tiny model, 2 repeats")
+    whole("--timeout-seconds", default=900, metavar="S", help="of each arm")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures, writes, and says what came out; returns the exit code: 2
-    where it could not be written."""
+    """Measures, writes and prints; returns the exit code: 2 if it cannot write."""
     path = pathlib.Path(options.output)
     try:
         refuse_bad_place("--output", options.output)
@@ -112,6 +89,18 @@ def run(options: argparse.Namespace) -> int:
     wanted = {"1x1", *(options.places or map(str, PLACES))}
     places = [place for place in PLACES if str(place) in wanted]
     models = QUICK_MODELS if options.quick else DEFAULT_MODELS
+    others = []
+    if options.target is not None:
+        replicas = [place.replicas for place in places if place.processes == 1]
+        _say(f"{options.target} on {', '.join(map(str, replicas))} replicas")
+        model = measure_target(
+            options.target,
+            replicas,
+            samples=options.batch or DEFAULT_BATCH,
+            steps=2 if options.quick else options.repeats,
+            timeout_seconds=options.timeout_seconds,
+        )
+        others.append(model)
     machine = measure_machine(
         options.models or (models if options.target is None else ()),
         places,
@@ -120,7 +109,7 @@ def run(options: argparse.Namespace) -> int:
         quick=options.quick,
         timeout_seconds=options.timeout_seconds,
         say=_say,
-        others=_own_models(options, places),
+        others=others,
     )
     print(format_machine(machine))
     try:
@@ -133,29 +122,12 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _own_models(
-    options: argparse.Namespace, places: Sequence[Place]
-) -> list[MeasuredModel]:
-    if options.target is None:
-        return []
-    replicas = [place.replicas for place in places if place.processes == 1]
-    _say(f"{options.target} on {', '.join(map(str, replicas))} replicas")
-    found = measure_target(
-        options.target,
-        replicas,
-        samples=DEFAULT_BATCH if options.batch is None else options.batch,
-        steps=2 if options.quick else options.repeats,
-        timeout_seconds=options.timeout_seconds,
-    )
-    return [found]
-
-
 def _say(line: str) -> None:
     print(f"measuring {line}", file=sys.stderr, flush=True)
 
 
 def format_machine(machine: MeasuredMachine) -> str:
-    """What was measured, as lines for the terminal."""
+    """The measured numbers, as lines for the terminal."""
     lines = [f"{machine.name}, {machine.cores} usable cores, load {machine.load:.1f}"]
     for name, link in (
         ("within a process", machine.within_host),
@@ -176,36 +148,13 @@ def format_machine(machine: MeasuredMachine) -> str:
     return "\n".join(lines)
 
 
-# Steps of the user's own model without sums, for `tfdp measure --target`.
-#
-# Each number of replicas is timed in a process of its own, since TensorFlow's devices
-# are set when it starts: `python -m tfdp.tools.commands.measure ORDERS`, JSON.
-
-
+# The user's own model. TensorFlow fixes its devices when it starts, so each number of
+# replicas is timed in a process: `python -m tfdp.tools.commands.measure ORDERS` (JSON).
 WARM_UP_STEPS = 3
 
 
-@dataclasses.dataclass(frozen=True)
-class Orders:
-    """What a process is told.
-
-    Args:
-      target: as `tfdp check` takes it.
-      replicas: on as many GPUs, or logical CPUs.
-      samples: the local batch.
-      steps: that are timed.
-      result_path: where the figures go.
-    """
-
-    target: str
-    replicas: int
-    samples: int
-    steps: int
-    result_path: str
-
-
 def name_of_target(text: str) -> str:
-    """What the model is called in the file.
+    """The model's name in the machine's file.
 
     >>> name_of_target("models/nets.py:small"), name_of_target("pkg.nets:small")
     ('nets:small', 'nets:small')
@@ -213,9 +162,8 @@ def name_of_target(text: str) -> str:
     module, colon, function = text.rpartition(":")
     if not colon:
         return pathlib.Path(function).stem
-    stem = (
-        pathlib.Path(module).stem if module.endswith(".py") else module.split(".")[-1]
-    )
+    is_script = module.endswith(".py")
+    stem = pathlib.Path(module).stem if is_script else module.split(".")[-1]
     return f"{stem}:{function}"
 
 
@@ -227,19 +175,19 @@ def measure_target(
     steps: int,
     timeout_seconds: float,
 ) -> MeasuredModel:
-    """A model's steps, without sums, in one process.
+    """Times a model's steps without sums, in one process.
 
     Args:
       text: the target: path/to/script.py:function or package.module:function.
-      replicas: numbers of them; 1 among them.
-      samples: the local batch.
-      steps: that are timed, for each number.
-      timeout_seconds: the most that one number may take.
+      replicas: the numbers of replicas to time; 1 among them.
+      samples: of each replica.
+      steps: timed for each number of replicas.
+      timeout_seconds: for each number of replicas.
 
     Raises:
       ConfigurationError: there is no such target, or it failed; with its last lines.
     """
-    parse_target(text)  # before anything is started
+    parse_target(text)  # fails before a process starts
     seconds: dict[tuple[int, int], float] = {}
     profile: dict[str, Any] = {}
     for number in replicas:
@@ -247,43 +195,34 @@ def measure_target(
         seconds[1, number] = statistics.median(found["seconds"])
         profile = found["profile"]
     gradients = tuple(Gradient(*each) for each in profile["gradients"])
-    return MeasuredModel(
-        ModelProfile(
-            name_of_target(text), gradients, profile["forward_flops_per_sample"]
-        ),
-        samples,
-        seconds,
-    )
+    flops = profile["forward_flops_per_sample"]
+    model = ModelProfile(name_of_target(text), gradients, flops)
+    return MeasuredModel(model, samples, seconds)
 
 
 def _run_process(
     text: str, replicas: int, samples: int, steps: int, timeout_seconds: float
 ) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="tfdp-measure-") as folder:
-        path = pathlib.Path(folder, "result.json")
-        orders = Orders(text, replicas, samples, steps, str(path))
-        words = json.dumps(dataclasses.asdict(orders))
-        try:
-            run_python(["-m", "tfdp.tools.commands.measure", words], timeout_seconds)
-            return parse_json(path.read_text("utf-8"))
-        except (ProcessFailed, OSError) as error:
-            more = ""
-            if isinstance(error, ProcessFailed) and error.took_too_long:
-                more = " Give --timeout-seconds."
-            raise ConfigurationError(
-                f"{text}: could not be trained on {replicas} replicas:\n{error}{more}"
-            ) from None
+    orders = {"text": text, "replicas": replicas, "samples": samples, "steps": steps}
+    words = ["-m", "tfdp.tools.commands.measure"]
+    try:
+        return result_of(words, orders, timeout_seconds)
+    except (TrialFailed, OSError) as error:
+        raise ConfigurationError(
+            f"{text}: could not be trained on {replicas} replicas:\n{error}"
+        ) from None
 
 
 def main(arguments: list[str]) -> None:
     """Entry point of the process."""
-    orders = Orders(**json.loads(arguments[0]))
+    orders = json.loads(arguments[0])
+    path = orders.pop("result_path")
     with training_a_target():
-        figures = _figures(orders)
-    write_json(orders.result_path, figures)
+        figures = _figures(**orders)
+    write_json(path, figures)
 
 
-def _figures(orders: Orders) -> dict[str, Any]:
+def _figures(text: str, replicas: int, samples: int, steps: int) -> dict[str, Any]:
     from tfdp.strategies.quiet import import_tensorflow_quietly
 
     import_tensorflow_quietly()
@@ -295,33 +234,34 @@ def _figures(orders: Orders) -> dict[str, Any]:
     from tfdp.tools.planning.keras_profile import inputs_of, profile_of
     from tfdp.tools.testing.batches import collect_batches, row_count, take_rows
 
-    if len(tf.config.list_physical_devices("GPU")) >= orders.replicas:
-        devices = [f"GPU:{number}" for number in range(orders.replicas)]
+    if len(tf.config.list_physical_devices("GPU")) >= replicas:
+        devices = [f"GPU:{number}" for number in range(replicas)]
     else:
-        # As in the benchmarks: a logical CPU stands for one core.
+        # As in the benchmarks: one core for each logical CPU.
         tf.config.threading.set_intra_op_parallelism_threads(1)
-        devices = tfdp.use_virtual_devices(orders.replicas)
+        devices = tfdp.use_virtual_devices(replicas)
     strategy = without_sums(tfdp.DataParallelStrategy(devices))
-    found = load_target(parse_target(orders.target))
+    target = load_target(parse_target(text))
     keras.utils.set_random_seed(0)
     with strategy.scope():
-        model = found.build()
-    rows = orders.samples * orders.replicas
-    (batch,) = collect_batches(found.data, 1, rows)
-    count = row_count(batch)
-    batch = take_rows(batch, [row % count for row in range(rows)])
+        model = target.build()
+    rows = samples * replicas
+    (batch,) = collect_batches(target.data, 1, rows)
+    own = row_count(batch)
+    batch = take_rows(batch, [row % own for row in range(rows)])
     ends: list[float] = []
     clock = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: ends.append(time.perf_counter())
     )
-    steps = WARM_UP_STEPS + orders.steps
-    own = list(range(orders.samples))
+    local_batch = take_rows(batch, list(range(samples)))
     dataset = tf.data.Dataset.from_tensors(batch).repeat()
-    model.fit(dataset, steps_per_epoch=steps, verbose=0, callbacks=[clock])
+    count = WARM_UP_STEPS + steps
+    model.fit(dataset, steps_per_epoch=count, verbose=0, callbacks=[clock])
     return {
-        "profile": profile_of(model, inputs_of(model, take_rows(batch, own))),
-        "seconds": [after - before for before, after in itertools.pairwise(ends)][
-            WARM_UP_STEPS - 1 :
+        "profile": profile_of(model, inputs_of(model, local_batch)),
+        "seconds": [
+            after - before
+            for before, after in itertools.pairwise(ends[WARM_UP_STEPS - 1 :])
         ],
     }
 

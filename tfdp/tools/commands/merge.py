@@ -1,4 +1,4 @@
-"""`tfdp merge`: one ordinary Keras file from what several hosts have written."""
+"""`tfdp merge`: one ordinary Keras file from the files of several hosts."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
     parser.add_argument(
         "directory",
-        help="where tfdp.checkpoint.save_parts has written, a directory of "
-        "tfdp.callbacks.Checkpoint (its newest whole one is taken), or one checkpoint "
-        "in it",
+        help="a directory of tfdp.checkpoint.save_parts, of tfdp.callbacks.Checkpoint "
+        "(its newest complete checkpoint is used), or one checkpoint in it",
     )
     parser.add_argument("path", help="the file to write: .keras or .weights.h5")
     parser.add_argument(
         "--model",
         metavar="TARGET",
-        help="what makes the model, where a checkpoint does not describe it: "
+        help="builds the model, where a checkpoint does not describe it: "
         "path/to/script.py that defines build_model(), path/to/script.py:function or "
         "package.module:function",
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Merges, and says what was written."""
+    """Merges, and prints the file that was written."""
     from tfdp.strategies.quiet import import_tensorflow_quietly
 
     import_tensorflow_quietly()
@@ -39,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
             build = load_build(parse_target(options.model))
         path = merge_parts(options.directory, options.path, build=build)
     except SystemExit:
-        # Whatever code it gave: 0 would say that the file was written.
+        # Whatever its code: 0 would report that the file was written.
         traceback.print_exc()
         print(f"tfdp: nothing was merged: {ENDED_ITSELF}", file=sys.stderr)
         return 1

@@ -1,12 +1,12 @@
-"""The `tfdp plan` command: whether a training fits, before it is launched."""
+"""The `tfdp plan` command: whether a training fits in memory, before its launch."""
 
 from __future__ import annotations
 
 import argparse
 import pathlib
 import sys
-import textwrap
 import traceback
+from functools import partial
 from typing import Any
 
 from tfdp.checks import integer_from
@@ -16,20 +16,16 @@ from tfdp.files.asked_for import refuse_bad_places, write_json_for, write_text_f
 from tfdp.plan.shards import SHARD_STAGES, Sharding
 from tfdp.progress_bar import progress_bar
 from tfdp.strategies.quiet import NOT_NEEDED_FOR_A_STEP, import_tensorflow_quietly
-from tfdp.tools.commands.check_target import ENDED_ITSELF
+from tfdp.tools.commands.check_target import ENDED_ITSELF, wrapped
 from tfdp.tools.commands.plan_model import FORMS, bytes_of, load_model
 
 FITS, DOES_NOT_FIT, NOT_PLANNED = 0, 1, 2
-EPILOG = "\n".join(
-    textwrap.fill(text, 80)
-    for text in (
-        f"MODEL is {FORMS}.",
-        "Exit status: 0 it fits, or no memory was given; 1 it does not; 2 nothing was "
-        "planned, or what was asked for could not be written.",
-    )
+EPILOG = wrapped(
+    f"MODEL is {FORMS}.",
+    "Exit status: 0 it fits, or no memory was given; 1 it does not; 2 nothing was "
+    "planned, or a file could not be written.",
 )
-
-# Of `tfdp.remat`, which loads TensorFlow.
+# Those of `tfdp.remat`, whose import would load TensorFlow.
 POLICIES = ("each", "segments", "whole")
 
 
@@ -37,58 +33,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `tfdp plan`."""
     parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("model", metavar="MODEL", help="what to plan; see below")
-    parser.add_argument(
-        "--batch",
-        type=integer_from(1),
-        metavar="N",
-        required=True,
-        help="rows of the global batch, of all replicas together",
-    )
-    parser.add_argument("--memory", metavar="SIZE", help="of one replica, such as 16GB")
-    parser.add_argument(
-        "--replicas",
-        type=integer_from(1),
-        metavar="R",
-        default=1,
-        help="per host (default: 1)",
-    )
-    parser.add_argument(
-        "--hosts", type=integer_from(1), metavar="H", default=1, help="(default: 1)"
-    )
-    parser.add_argument(
-        "--device-type",
-        choices=("GPU", "CPU"),
-        help="deprecated, and without effect",
-    )
-    parser.add_argument(
-        "--shard",
-        default="none",
-        metavar="WHAT",
-        help=f"{', '.join(SHARD_STAGES)}, or 0 to 3 (default: none)",
-    )
-    parser.add_argument(
-        "--offload",
-        action="store_true",
-        help="the sharded state of the optimizer stays in the memory of the host",
-    )
-    parser.add_argument(
-        "--remat", action="store_true", help="with tfdp.remat(model), layer by layer"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    count = partial(parser.add_argument, type=integer_from(1))
+    add("model", metavar="MODEL", help="what to plan; see below")
+    count("--batch", metavar="N", required=True, help="rows of all replicas together")
+    add("--memory", metavar="SIZE", help="of one replica, such as 16GB")
+    count("--replicas", metavar="R", default=1, help="per host (default: 1)")
+    count("--hosts", metavar="H", default=1, help="(default: 1)")
+    add("--device-type", choices=("GPU", "CPU"), help="deprecated, without effect")
+    stages = f"{', '.join(SHARD_STAGES)}, or 0 to 3 (default: none)"
+    add("--shard", default="none", metavar="WHAT", help=stages)
+    offload = "keep the sharded optimizer state in the host's memory"
+    add("--offload", action="store_true", help=offload)
+    add("--remat", action="store_true", help="with tfdp.remat(model), layer by layer")
+    add(
         "--remat-policy",
         dest="remat",
         metavar="POLICY",
         choices=POLICIES,
         help=f"with tfdp.remat(model, POLICY): {', '.join(POLICIES)}",
     )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="this setting alone: no largest batch, no other ways",
-    )
-    parser.add_argument("--json", metavar="PATH", help="also write the plan here")
-    parser.add_argument("--page", metavar="PATH", help="also draw it, as an HTML page")
+    quick = "this setting only: no largest batch, no alternatives"
+    add("--quick", action="store_true", help=quick)
+    add("--json", metavar="PATH", help="also write the plan to this file")
+    add("--page", metavar="PATH", help="also draw it, as an HTML page")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -105,35 +73,32 @@ def run(options: argparse.Namespace) -> int:
         refuse_bad_places({"--json": options.json, "--page": options.page})
         answer = _answer(options, sharding, memory_bytes)
     except TfdpError as error:
-        print(f"tfdp plan: {error}", file=sys.stderr)
-        return NOT_PLANNED
-    except SystemExit:
-        traceback.print_exc()
-        print(f"tfdp plan: {ENDED_ITSELF}", file=sys.stderr)
-        return NOT_PLANNED
-    except _NotLoaded:
-        traceback.print_exc()
-        print(f"tfdp plan: {options.model} could not be loaded", file=sys.stderr)
-        return NOT_PLANNED
+        return _failed(f"{error}")
     except MemoryError as error:
-        print(f"tfdp plan: such a batch cannot be made here: {error}", file=sys.stderr)
-        return NOT_PLANNED
-    except Exception:
-        # The target's own code: its traceback says where.
+        return _failed(f"such a batch does not fit here: {error}")
+    except (Exception, SystemExit) as error:
+        # The target's own code failed; its traceback shows where.
         traceback.print_exc()
-        print("tfdp plan: the model's step could not be traced", file=sys.stderr)
-        return NOT_PLANNED
+        if isinstance(error, SystemExit):
+            return _failed(ENDED_ITSELF)
+        if isinstance(error, _NotLoaded):
+            return _failed(f"{options.model} could not be loaded")
+        return _failed("the model's step could not be traced")
     answer.print()
     try:
         _write(answer, options)
     except TfdpError as error:
-        print(f"tfdp plan: {error}", file=sys.stderr)
-        return NOT_PLANNED
+        return _failed(f"{error}")
     return DOES_NOT_FIT if answer.plan.fits is False else FITS
 
 
+def _failed(reason: str) -> int:
+    print(f"tfdp plan: {reason}", file=sys.stderr)
+    return NOT_PLANNED
+
+
 class _NotLoaded(Exception):
-    """The target's own code has failed before there was a model."""
+    """The target's own code failed before it returned a model."""
 
 
 def _write(answer: Any, options: argparse.Namespace) -> None:
@@ -142,7 +107,7 @@ def _write(answer: Any, options: argparse.Namespace) -> None:
         write_json_for("--json", options.json, document)
     if options.page is not None:
         write_text_for("--page", options.page, answer.page())
-        print(f"the plan in pictures: {pathlib.Path(options.page).absolute()}")
+        print(f"page with charts: {pathlib.Path(options.page).absolute()}")
 
 
 def _answer(

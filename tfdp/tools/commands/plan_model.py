@@ -1,4 +1,4 @@
-"""What `tfdp plan` is pointed at: a script, a function, or a known model."""
+"""Resolves MODEL of `tfdp plan`: a script, a function or a known model."""
 
 from __future__ import annotations
 
@@ -12,22 +12,19 @@ from tfdp.tools.commands.check_target import load_target, parse_target
 
 FORMS = (
     "what `tfdp check` takes (path/to/script.py, path/to/script.py:function, "
-    "package.module:function), or a model of keras.applications by its name, such as "
+    "package.module:function), or the name of a model of keras.applications, such as "
     "ResNet50, which is compiled with Adam"
 )
-# Of the models that take images of any size.
+# For models that take images of any size.
 IMAGE_SHAPE = (224, 224, 3)
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-# More than any machine has; what is larger may be too large for a float.
+# More than any machine has; larger numbers may overflow a float.
 MOST_BYTES, MOST_CHARACTERS = 10**18, 80
 
 
 def bytes_of(text: str) -> int:
-    """The bytes that a size such as "16GB" or "512 MiB" names.
-
-    Raises:
-      ConfigurationError: when it names none, or more than a million terabytes.
+    """Parses a size of at most a million terabytes.
 
     >>> bytes_of("16GB"), bytes_of("1.5 KiB")
     (16000000000, 1536)
@@ -49,15 +46,7 @@ def bytes_of(text: str) -> int:
 
 
 def load_model(text: str, batch_rows: int) -> tuple[Callable[[], Any], Any]:
-    """A function that makes the compiled model, and a batch as `plan` takes it.
-
-    Args:
-      text: the target on the command line.
-      batch_rows: of a global batch.
-
-    Raises:
-      ConfigurationError: when there is no such target, or it has too few rows.
-    """
+    """The function that builds the compiled model, and a batch as `plan` takes it."""
     import keras
 
     if text.isidentifier() and callable(getattr(keras.applications, text, None)):
@@ -72,15 +61,14 @@ def load_model(text: str, batch_rows: int) -> tuple[Callable[[], Any], Any]:
     return found.build, _batch_of(found.data, batch_rows)
 
 
-def _application(made: Callable[..., Any]) -> Callable[[], Any]:
+def _application(constructor: Callable[..., Any]) -> Callable[[], Any]:
     import keras
 
     def build() -> Any:
-        model = made(weights=None, classifier_activation=None)
+        options = {"weights": None, "classifier_activation": None}
+        model = constructor(**options)
         if None in model.inputs[0].shape[1:]:
-            model = made(
-                weights=None, classifier_activation=None, input_shape=IMAGE_SHAPE
-            )
+            model = constructor(**options, input_shape=IMAGE_SHAPE)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.Adam(), loss, jit_compile=False)
         return model
@@ -89,7 +77,6 @@ def _application(made: Callable[..., Any]) -> Callable[[], Any]:
 
 
 def _batch_of(data: Any, batch_rows: int) -> Any:
-    """Specs of a batch of that many rows of the target's data."""
     import tensorflow as tf
 
     from tfdp.tools.testing.batches import collect_batches

@@ -1,10 +1,11 @@
-"""The `tfdp report` command: what a training run did, as text and as one page."""
+"""The `tfdp report` command: a training run as text and as one HTML page."""
 
 from __future__ import annotations
 
 import argparse
 import os
 from collections.abc import Sequence
+from os.path import realpath
 from pathlib import Path
 
 from tfdp.errors import ConfigurationError
@@ -13,25 +14,22 @@ from tfdp.progress_bar import progress_bar
 from tfdp.tools.runs.facts import Facts, facts_of
 from tfdp.tools.runs.in_words import compared, summary
 from tfdp.tools.runs.page import draw_comparison, draw_run
-from tfdp.tools.runs.read import is_read, read_run
+from tfdp.tools.runs.read import is_record_file, read_run
 
 EPILOG = (
-    "RUN is the directory that tfdp.callbacks.RunRecord was given. The page is one "
-    "file that needs no other: report.html in the directory of the (first) run."
+    "RUN is the directory of a tfdp.callbacks.RunRecord. The page is one "
+    "self-contained file: report.html in the directory of the (first) run."
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `tfdp report`."""
     parser.epilog = EPILOG
-    parser.add_argument(
-        "runs",
-        metavar="RUN",
-        nargs="+",
-        help="directory of a run; several are shown side by side",
-    )
-    parser.add_argument("--page", metavar="PATH", help="write the page there instead")
-    parser.add_argument("--json", metavar="PATH", help="also write the figures here")
+    add = parser.add_argument
+    runs = "directory of a run; several runs are compared"
+    add("runs", metavar="RUN", nargs="+", help=runs)
+    add("--page", metavar="PATH", help="write the page to this file instead")
+    add("--json", metavar="PATH", help="also write the figures to this file")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -39,12 +37,12 @@ def run(options: argparse.Namespace) -> int:
     refuse_bad_places({"--page": options.page, "--json": options.json})
     names = _names(options.runs)
     for option, path in (("--page", options.page), ("--json", options.json)):
-        _refuse_record(option, path, options.runs)
+        _protect_record(option, path, options.runs)
     page = Path(options.page or Path(options.runs[0], "report.html"))
-    if options.json is not None and _same_place(options.json, page):
+    if options.json is not None and realpath(options.json) == realpath(page):
         raise ConfigurationError(
             f"--json {options.json}: the page is written to the same file. Give "
-            "another name, or the page one: --page PATH."
+            "another name, or change the page's: --page PATH."
         )
     found: list[tuple[str, Facts]] = []
     with progress_bar("reading", len(names)) as advance:
@@ -54,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
     print("\n\n".join(summary(facts) for _, facts in found))
     if len(found) > 1:
         print(f"\n{compared(found)}")
-        text = draw_comparison(found, " beside ".join(names))
+        text = draw_comparison(found, " vs ".join(names))
     else:
         folder = os.path.relpath(options.runs[0], page.absolute().parent)
         text = draw_run(found[0][1], f"Run {names[0]}", folder)
@@ -62,18 +60,13 @@ def run(options: argparse.Namespace) -> int:
     if options.json is not None:
         values = {name: facts.to_json() for name, facts in found}
         write_json_for("--json", options.json, values)
-    print(f"\nin pictures: {page.absolute()}")
+    print(f"\npage with charts: {page.absolute()}")
     return 0
 
 
-def _same_place(one: str | Path, other: str | Path) -> bool:
-    """Whether two paths lead to one file."""
-    return os.path.realpath(one) == os.path.realpath(other)
-
-
 def _names(directories: Sequence[str]) -> list[str]:
-    """What the runs are called: by their directories, each once."""
-    places = [os.path.realpath(directory) for directory in directories]
+    """Unique names of the runs: the directories' names, or their paths."""
+    places = [realpath(directory) for directory in directories]
     if len(set(places)) < len(places):
         raise ConfigurationError("The same run is given twice. Give each one once.")
     names = [Path(directory).absolute().name for directory in directories]
@@ -82,13 +75,13 @@ def _names(directories: Sequence[str]) -> list[str]:
     return names
 
 
-def _refuse_record(option: str, path: str | None, directories: Sequence[str]) -> None:
+def _protect_record(option: str, path: str | None, directories: Sequence[str]) -> None:
     if path is None:
         return
-    folders = {os.path.realpath(directory) for directory in directories}
-    place = Path(os.path.realpath(path))
-    if is_read(place.name) and str(place.parent) in folders:
+    folders = {realpath(directory) for directory in directories}
+    place = Path(realpath(path))
+    if is_record_file(place.name) and str(place.parent) in folders:
         raise ConfigurationError(
-            f"{option} {path} is a part of the run's own record, which would be lost. "
-            "Give another name."
+            f"{option} {path} would overwrite a file of the run's own record. Give "
+            "another name."
         )

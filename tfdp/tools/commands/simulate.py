@@ -1,4 +1,4 @@
-"""`tfdp simulate`: how long a step would take on hardware that need not be here."""
+"""`tfdp simulate`: predicts how long a step takes on other hardware."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import math
 import pathlib
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from tfdp.errors import ConfigurationError
@@ -32,136 +33,71 @@ DEFAULT_BATCH = 32
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `tfdp simulate`."""
-    _add_what(parser)
-    _add_where(parser)
-    _add_limits(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument(
-        "--plot", metavar="PATH", help="also draw the curve here, as an HTML page"
+    _add_training(parser)
+    _add_hardware(parser)
+    add, number = parser.add_argument, partial(parser.add_argument, type=float)
+    number("--jitter", default=JITTER, help=f"of a step, relative (default: {JITTER})")
+    number("--input-samples-per-second", metavar="R", help="of a host's input pipeline")
+    number(
+        "--device-hours-between-failures",
+        metavar="H",
+        help="of one device; adds checkpoints and failures to the prediction",
     )
-    parser.add_argument(
-        "--list", action="store_true", help="list models and hardware, with sources"
-    )
-    parser.add_argument(
-        "--published",
-        action="store_true",
-        help="predict runs that papers published, and say how far off that is",
-    )
+    number("--restart-seconds", metavar="S")
+    number("--checkpoint-pause-seconds", metavar="S")
+    best = "(default: the best, by Daly's formula)"
+    number("--checkpoint-interval-seconds", metavar="S", help=best)
+    number("--price-per-device-hour", default=0.0, metavar="P")
+    add("--json", action="store_true", help="print JSON")
+    add("--plot", metavar="PATH", help="also draw the curve, as an HTML page")
+    add("--list", action="store_true", help="list models and hardware, with sources")
+    published = "compare predictions with runs that papers published"
+    add("--published", action="store_true", help=published)
 
 
-def _add_what(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model", metavar="NAME", help="of --list, or of the --machine's file"
-    )
-    parser.add_argument(
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    add, whole = parser.add_argument, partial(parser.add_argument, type=int)
+    rate = partial(parser.add_argument, type=float, metavar="R")
+    add("--model", metavar="NAME", help="from --list, or from the --machine's file")
+    whole(
         "--batch",
-        type=int,
         metavar="B",
         help=f"samples of each replica (default: {DEFAULT_BATCH}, or as measured)",
     )
-    parser.add_argument(
-        "--samples-per-second",
-        type=float,
-        metavar="R",
-        help="of one device alone with this batch; otherwise from FLOPs",
-    )
-    parser.add_argument(
-        "--flops-per-second",
-        type=float,
-        metavar="F",
-        help="that a device reaches, instead of the hardware's",
-    )
-    parser.add_argument(
-        "--bucket-bytes", type=int, default=25 << 20, help="(default: 26214400)"
-    )
-    parser.add_argument(
-        "--first-bucket-bytes", type=int, default=1 << 20, help="(default: 1048576)"
-    )
-    parser.add_argument(
-        "--no-overlap", action="store_true", help="sums wait for all of backprop"
-    )
-    parser.add_argument(
-        "--lossy",
-        choices=KNOWN_WAYS,
-        metavar="WAY",
-        help=f"gradients cross in fewer bytes: {', '.join(KNOWN_WAYS)}",
-    )
-    parser.add_argument(
+    rate("--samples-per-second", help="of one device alone; otherwise from FLOPs")
+    rate("--flops-per-second", help="of a device, instead of the hardware's")
+    whole("--bucket-bytes", default=25 << 20, help="(default: 26214400)")
+    whole("--first-bucket-bytes", default=1 << 20, help="(default: 1048576)")
+    add("--no-overlap", action="store_true", help="sums wait for all of backprop")
+    ways = f"gradient compression: {', '.join(KNOWN_WAYS)}"
+    add("--lossy", choices=KNOWN_WAYS, metavar="WAY", help=ways)
+    rate(
         "--coding-bytes-per-second",
-        type=float,
-        metavar="R",
-        help="with --lossy: of gradients, that a host makes small and reads, what it "
-        "keeps for the next step included",
+        help="with --lossy: gradient bytes that a host encodes and decodes, including "
+        "error feedback",
     )
-    parser.add_argument(
-        "--shard",
-        choices=("parameters",),
-        help="weights in parts, gathered for forward and for backward",
-    )
+    add("--shard", choices=("parameters",), help="sharded weights, gathered twice")
 
 
-def _add_where(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--hardware", choices=HARDWARE, help="a known machine")
-    parser.add_argument(
-        "--machine", metavar="FILE", help="a machine that `tfdp measure` has measured"
-    )
-    parser.add_argument(
-        "--devices",
-        type=int,
-        nargs="+",
-        metavar="N",
-        help=f"numbers of devices (default: 1 to {MOST_DEVICES:,})",
-    )
-    parser.add_argument("--devices-per-host", type=int, metavar="D")
-    parser.add_argument(
-        "--algorithm",
-        choices=ALGORITHMS,
-        help="of the sums (default: two_level; sockets with --machine)",
-    )
+def _add_hardware(parser: argparse.ArgumentParser) -> None:
+    add, number = parser.add_argument, partial(parser.add_argument, type=float)
+    add("--hardware", choices=HARDWARE, help="a known machine")
+    add("--machine", metavar="FILE", help="a machine measured by `tfdp measure`")
+    counts = f"numbers of devices (default: 1 to {MOST_DEVICES:,})"
+    add("--devices", type=int, nargs="+", metavar="N", help=counts)
+    add("--devices-per-host", type=int, metavar="D")
+    default = "of the sums (default: two_level; sockets with --machine)"
+    add("--algorithm", choices=ALGORITHMS, help=default)
     for level in ("within", "between"):
-        parser.add_argument(
-            f"--{level}-bytes-per-second",
-            type=float,
-            metavar="R",
-            help=f"of the link {level} hosts, instead of the hardware's",
-        )
-        parser.add_argument(f"--{level}-latency-seconds", type=float, metavar="S")
-
-
-def _add_limits(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--jitter",
-        type=float,
-        default=JITTER,
-        help=f"standard deviation of a step, as a share of it (default: {JITTER})",
-    )
-    parser.add_argument(
-        "--input-samples-per-second",
-        type=float,
-        metavar="R",
-        help="that the input pipeline of a host makes",
-    )
-    parser.add_argument(
-        "--device-hours-between-failures",
-        type=float,
-        metavar="H",
-        help="of one device; with it checkpoints and failures count",
-    )
-    parser.add_argument("--restart-seconds", type=float, metavar="S")
-    parser.add_argument("--checkpoint-pause-seconds", type=float, metavar="S")
-    parser.add_argument(
-        "--checkpoint-interval-seconds",
-        type=float,
-        metavar="S",
-        help="(default: the best, by Daly's formula)",
-    )
-    parser.add_argument("--price-per-device-hour", type=float, default=0.0, metavar="P")
+        link = f"of the link {level} hosts, instead of the hardware's"
+        number(f"--{level}-bytes-per-second", metavar="R", help=link)
+        number(f"--{level}-latency-seconds", metavar="S")
 
 
 def run(options: argparse.Namespace) -> int:
     """Runs `tfdp simulate`; returns the exit code."""
     if options.list or options.published:
-        _refuse_others(options)
+        _reject_other_options(options)
         print(known_names() if options.list else published_table())
         return 0
     try:
@@ -184,36 +120,27 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _refuse_others(options: argparse.Namespace) -> None:
-    """Refuses what says something of a curve, where a text is printed."""
+def _reject_other_options(options: argparse.Namespace) -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
+    text = "list" if options.list else "published"
     for name, default in vars(parser.parse_args([])).items():
-        is_text = name == ("list" if options.list else "published")
-        if not is_text and getattr(options, name) != default:
-            which = "--list" if options.list else "--published"
+        if name != text and getattr(options, name) != default:
             raise ConfigurationError(
-                f"{which} prints a text, of which --{name.replace('_', '-')} says "
-                "nothing: leave one of both out."
+                f"--{text} prints a text, on which --{name.replace('_', '-')} has no "
+                "effect: leave one of both out."
             )
 
 
 def training_of(options: argparse.Namespace) -> Training:
-    """What the options describe.
-
-    Raises:
-      ConfigurationError: they contradict each other, or a number means nothing.
-      DataError: the machine's file is no such file.
-    """
+    """The training that the options describe."""
     if bool(options.hardware) == bool(options.machine):
         raise ConfigurationError(
-            "Say on what: either --hardware, one of "
-            f"{', '.join(HARDWARE)}, or --machine with a file of `tfdp measure`."
+            f"Give either --hardware, one of {', '.join(HARDWARE)}, or --machine with "
+            "a file of `tfdp measure`."
         )
-    if options.machine:
-        training = _measured_training(options)
-    else:
-        training = _known_training(options)
+    make_training = _measured_training if options.machine else _known_training
+    training = make_training(options)
     return dataclasses.replace(
         training,
         machine=_with_other_links(training.machine, options),
@@ -234,24 +161,22 @@ def _lossy(options: argparse.Namespace) -> Lossy | None:
     rate = options.coding_bytes_per_second
     if options.lossy is None:
         if rate is not None:
-            raise ConfigurationError(
-                "--coding-bytes-per-second acts only with --lossy."
-            )
+            raise ConfigurationError("--coding-bytes-per-second: only with --lossy.")
         return None
     if options.shard == "parameters" and KNOWN_WAYS[options.lossy].keeps:
         raise ConfigurationError(
             f"--lossy {options.lossy} sums whole gradients, which --shard parameters "
-            "does not: take bfloat16 or float16, or leave one of both out."
+            "does not: use bfloat16 or float16, or leave one of both out."
         )
     if options.machine:
         way = read_machine(options.machine).lossy(options.lossy)
     elif rate is None:
         raise ConfigurationError(
-            f"How fast {options.hardware} makes gradients small is not known: give "
-            "--coding-bytes-per-second. `tfdp measure` measures it of a core."
+            f"How fast {options.hardware} compresses gradients is not known: give "
+            "--coding-bytes-per-second. `tfdp measure` measures it for a core."
         )
     else:
-        # A card does it beside what it computes at the cost of that.
+        # A GPU compresses while it computes, which slows down the computing.
         way = KNOWN_WAYS[options.lossy]
     if rate is not None:
         positive("tfdp simulate", "--coding-bytes-per-second", rate)
@@ -275,7 +200,7 @@ def _known_training(options: argparse.Namespace) -> Training:
     if options.samples_per_second is not None:
         if options.flops_per_second is not None:
             raise ConfigurationError(
-                "--samples-per-second and --flops-per-second both say how fast a "
+                "--samples-per-second and --flops-per-second both set how fast a "
                 "device is: leave one out."
             )
         positive("tfdp simulate", "--samples-per-second", options.samples_per_second)
@@ -286,12 +211,11 @@ def _known_training(options: argparse.Namespace) -> Training:
         flops_per_second = machine.flops_per_second
     if flops_per_second is None:
         raise ConfigurationError(
-            f"What a device of {machine.name} reaches is not known in FLOPs: give "
+            f"The FLOP/s that a device of {machine.name} reaches are not known: give "
             "--samples-per-second of one device, or --flops-per-second."
         )
-    return Training(
-        model, Compute.from_flops(model, samples, flops_per_second), machine
-    )
+    compute = Compute.from_flops(model, samples, flops_per_second)
+    return Training(model, compute, machine)
 
 
 def _measured_training(options: argparse.Namespace) -> Training:
@@ -300,18 +224,17 @@ def _measured_training(options: argparse.Namespace) -> Training:
         if getattr(options, option) is not None:
             name = f"--{option.replace('_', '-')}"
             raise ConfigurationError(
-                f"{name}: with --machine that is what was measured; leave it out, or "
-                "take --hardware."
+                f"{name}: with --machine the measured value is used; leave it out, or "
+                "use --hardware."
             )
     name = options.model
     if name is None and len(measured.models) == 1:
         (name,) = measured.models
     found = measured.model(name or "(none given)")
     most = max(replicas for processes, replicas in found.step_seconds if processes == 1)
-    devices_per_host = options.devices_per_host
-    return measured.training(
-        name, most if devices_per_host is None else devices_per_host
-    )
+    if options.devices_per_host is not None:
+        most = options.devices_per_host
+    return measured.training(name, most)
 
 
 def _with_other_links(machine: Machine, options: argparse.Namespace) -> Machine:
@@ -322,11 +245,9 @@ def _with_other_links(machine: Machine, options: argparse.Namespace) -> Machine:
                 link = dataclasses.replace(link, **{field: value})
         return link
 
-    return dataclasses.replace(
-        machine,
-        within_host=other(machine.within_host, "within"),
-        between_hosts=other(machine.between_hosts, "between"),
-    )
+    within = other(machine.within_host, "within")
+    between = other(machine.between_hosts, "between")
+    return dataclasses.replace(machine, within_host=within, between_hosts=between)
 
 
 def _reliability(options: argparse.Namespace) -> Reliability | None:
@@ -338,44 +259,33 @@ def _reliability(options: argparse.Namespace) -> Reliability | None:
                     "--device-hours-between-failures."
                 )
         return None
-    pause, restart = options.checkpoint_pause_seconds, options.restart_seconds
+    pause = options.checkpoint_pause_seconds
     return Reliability(
         options.device_hours_between_failures,
-        restart_seconds=0.0 if restart is None else restart,
+        restart_seconds=options.restart_seconds or 0.0,
         checkpoint_pause_seconds=1.0 if pause is None else pause,
         checkpoint_interval_seconds=options.checkpoint_interval_seconds,
     )
 
 
-# What `tfdp simulate` says: tables, JSON and a page.
-
-
-# As a picture has room for them.
-SHORT_NAMES = dict(
-    zip(
-        PARTS,
-        ("compute", "cores", "sums", "waiting", "input", "saving", "failures"),
-        strict=True,
-    )
-)
+# For the page's legends, which have little room.
+SHORT = "compute cores sums waiting input saving failures".split()
+SHORT_NAMES = dict(zip(PARTS, SHORT, strict=True))
 LINES_OF_A_PANEL = 4
 
 
 def curve_table(training: Training, curve: Sequence[StepPrediction]) -> str:
-    """A line for each number of devices, with the share of a step that each part takes;
-    parts that nowhere take anything are left out."""
+    """A row for each number of devices, with the shares of parts that take any time."""
     shown = _parts_of(curve)
     has_price = training.price_per_device_hour > 0
     titles = ["devices", "step, s", "samples/s", "efficiency", *shown]
     rows = [titles + ["price of 1M samples"] * has_price]
     for step in curve:
-        shares = _shares(step)
+        shares, rate = _shares(step), step.samples_per_second
         row = [
             f"{step.devices:,}",
             f"{step.step_seconds:.4g}",
-            f"{step.samples_per_second:,.4g}"
-            if step.samples_per_second < 1e4
-            else f"{step.samples_per_second:,.0f}",
+            f"{rate:,.4g}" if rate < 1e4 else f"{rate:,.0f}",
             f"{100 * step.efficiency:.1f}%",
             *[f"{100 * shares[part]:.1f}%" for part in shown],
         ]
@@ -388,12 +298,12 @@ def curve_table(training: Training, curve: Sequence[StepPrediction]) -> str:
         f"{f', sent as {training.lossy.name}' if training.lossy else ''}"
     )
     last = curve[-1]
-    most = f"most is lost to: {last.largest_loss}, on {last.devices:,} devices"
+    most = f"largest loss: {last.largest_loss}, on {last.devices:,} devices"
     return "\n".join([heading, "", format_table(rows, left=()), "", most])
 
 
 def curve_values(training: Training, curve: Sequence[StepPrediction]) -> dict[str, Any]:
-    """The same as plain data; what is infinite is None."""
+    """The curve as plain data, in which None stands for infinity."""
     return {
         "model": training.model.name,
         "machine": training.machine.name,
@@ -410,10 +320,7 @@ def curve_values(training: Training, curve: Sequence[StepPrediction]) -> dict[st
                 "step_seconds": _finite(step.step_seconds),
                 "samples_per_second": step.samples_per_second,
                 "efficiency": step.efficiency,
-                "part_seconds": {
-                    part: _finite(seconds)
-                    for part, seconds in step.part_seconds.items()
-                },
+                "part_seconds": {p: _finite(s) for p, s in step.part_seconds.items()},
                 "sum_seconds": step.sum_seconds,
                 "largest_loss": step.largest_loss,
                 "price_per_million_samples": _finite(step.price_per_million_samples),
@@ -424,7 +331,7 @@ def curve_values(training: Training, curve: Sequence[StepPrediction]) -> dict[st
 
 
 def curve_page(training: Training, curve: Sequence[StepPrediction]) -> str:
-    """One HTML page: efficiency, samples a second, and the parts of a step."""
+    """An HTML page: efficiency, samples per second, and the parts of a step."""
     shown = _parts_of(curve)
     one = training.compute.samples / training.compute.seconds
     panels: dict[str, dict[str, Sequence[float]]] = {
@@ -435,7 +342,7 @@ def curve_page(training: Training, curve: Sequence[StepPrediction]) -> str:
         },
     }
     for first in range(0, len(shown), LINES_OF_A_PANEL):
-        # Panels are told apart by their names.
+        # Panels need distinct names.
         more = ", more of it" if first else ""
         panels[f"share of a step, %{more}"] = {
             SHORT_NAMES[part]: [100 * _shares(step)[part] for step in curve]
@@ -450,7 +357,7 @@ def curve_page(training: Training, curve: Sequence[StepPrediction]) -> str:
 
 
 def known_names() -> str:
-    """Models and hardware, with where their numbers are from."""
+    """The known models and hardware, with the sources of their numbers."""
     rows = [["model", "gradients, MB", "forward GFLOPs a sample"]]
     for name, make in MODELS.items():
         profile = make()
@@ -463,7 +370,7 @@ def known_names() -> str:
 
 
 def published_table() -> str:
-    """Each published figure with the predicted one, as a table of Markdown."""
+    """Published and predicted figures, as a Markdown table."""
     lines = [
         "| run | published | predicted | off by | quantity | source |",
         "| --- | --- | --- | --- | --- | --- |",
@@ -479,7 +386,6 @@ def published_table() -> str:
 
 
 def _parts_of(curve: Sequence[StepPrediction]) -> list[str]:
-    """Those that take time anywhere."""
     return [part for part in PARTS if any(step.part_seconds[part] for step in curve)]
 
 
@@ -498,9 +404,5 @@ def _log10(value: float) -> float:
 
 
 def _short(number: int) -> str:
-    """As few signs as say it.
-
-    >>> [_short(number) for number in (512, 1024, 16384, 1500)]
-    ['512', '1k', '16k', '1500']
-    """
+    """A number of devices as a short label, such as 512, 1k, 16k, 1500."""
     return f"{number // 1024}k" if number % 1024 == 0 else str(number)

@@ -1,4 +1,4 @@
-"""The `tfdp tune` command: which settings train a model fastest, here."""
+"""The `tfdp tune` command: which settings train a model fastest on this machine."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import os
 import pathlib
 import statistics
 import sys
-import textwrap
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from tfdp.checks import integer_from
@@ -20,7 +20,7 @@ from tfdp.errors import ConfigurationError, TfdpError
 from tfdp.files.asked_for import refuse_bad_places, write_json_for, write_text_for
 from tfdp.launch.local import own_gpus
 from tfdp.tools.bench.python_process import ended_together
-from tfdp.tools.commands.check_target import parse_target
+from tfdp.tools.commands.check_target import parse_target, wrapped
 from tfdp.tools.commands.plan_model import FORMS, bytes_of
 from tfdp.tools.commands.tune_processes import Trials
 from tfdp.tools.commands.tune_run import Finished, TuneRun
@@ -30,13 +30,10 @@ from tfdp.tools.tune.tuning import Trial
 from tfdp.tools.tune.words import changes_in_words
 
 TUNED, NOT_TUNED = 0, 2
-EPILOG = "\n".join(
-    textwrap.fill(text, 80)
-    for text in (
-        f"TARGET is {FORMS}.",
-        "Exit status: 0 there is an answer, and it may be that the defaults stay; 2 "
-        "nothing was tuned, or what was asked for could not be written.",
-    )
+EPILOG = wrapped(
+    f"TARGET is {FORMS}.",
+    "Exit status: 0 tuned, perhaps with the defaults as the result; 2 nothing was "
+    "tuned, or a file could not be written.",
 )
 DEFAULTS = {"trials": 12, "minutes": 15.0, "steps": 20, "rounds": 3, "finalists": 2}
 
@@ -45,92 +42,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `tfdp tune`."""
     parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("target", metavar="TARGET", help="what trains; see below")
-    parser.add_argument(
-        "--batch",
-        type=integer_from(1),
-        metavar="N",
-        required=True,
-        help="rows of the global batch, of all replicas together",
-    )
-    parser.add_argument(
-        "--workers",
-        type=integer_from(1),
-        default=1,
-        metavar="W",
-        help="processes on this machine, as tfdp launch starts them (default: 1)",
-    )
-    parser.add_argument(
-        "--replicas",
-        type=integer_from(1),
-        metavar="R",
-        help="of each worker (default: its GPUs, or a logical CPU for each core)",
-    )
-    _add_what_may_be_tried(parser)
-    _add_budget(parser)
-    parser.add_argument("--json", metavar="PATH", help="also write all figures here")
-    parser.add_argument(
-        "--page", metavar="PATH", help="also draw them, as an HTML page"
-    )
-
-
-def _add_what_may_be_tried(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--allow-lossy",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help=f"these may be tried, too, though they change the numbers: "
-        f"{', '.join(LOSSY)}",
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    count = partial(parser.add_argument, type=integer_from(1))
+    add("target", metavar="TARGET", help="what to train; see below")
+    count("--batch", metavar="N", required=True, help="rows of all replicas together")
+    workers = "processes on this machine, as tfdp launch starts them (default: 1)"
+    count("--workers", default=1, metavar="W", help=workers)
+    replicas = "of each worker (default: its GPUs, or a logical CPU for each core)"
+    count("--replicas", metavar="R", help=replicas)
+    lossy = f"also try these, which change the numbers: {', '.join(LOSSY)}"
+    add("--allow-lossy", nargs="+", default=[], metavar="NAME", help=lossy)
+    add(
         "--memory",
         metavar="SIZE",
-        help="of one replica, such as 16GB: shards, remat and accumulation are tried, "
-        "too, and nothing that does not fit",
+        help="of one replica, such as 16GB: also try shards, remat and accumulation, "
+        "and nothing that does not fit",
     )
-
-
-def _add_budget(parser: argparse.ArgumentParser) -> None:
     for name, what in (
         ("trials", "the most settings to try"),
-        ("steps", "that are timed in each trial"),
-        ("rounds", "in which the best meet the defaults"),
-        ("finalists", "how many of them"),
+        ("steps", "timed in each trial"),
+        ("rounds", "that compare the best settings with the defaults"),
+        ("finalists", "number of best settings in these rounds"),
     ):
-        parser.add_argument(
-            f"--{name}",
-            type=integer_from(2 if name == "rounds" else 1),
-            default=DEFAULTS[name],
-            metavar="N",
-            help=f"{what} (default: {DEFAULTS[name]})",
-        )
-    parser.add_argument(
-        "--minutes",
-        type=float,
-        default=DEFAULTS["minutes"],
-        metavar="M",
-        help=f"the most that all of it may take (default: {DEFAULTS['minutes']:g})",
-    )
-    parser.add_argument(
-        "--timeout-seconds",
-        type=float,
-        default=300.0,
-        metavar="S",
-        help="the most that one trial may take (default: 300)",
-    )
+        default = DEFAULTS[name]
+        least = integer_from(2 if name == "rounds" else 1)
+        what += f" (default: {default})"
+        add(f"--{name}", type=least, default=default, metavar="N", help=what)
+    limit = partial(parser.add_argument, type=float)
+    minutes = DEFAULTS["minutes"]
+    what = f"time limit of the whole command (default: {minutes:g})"
+    limit("--minutes", default=minutes, metavar="M", help=what)
+    what = "time limit of one trial (default: 300)"
+    limit("--timeout-seconds", default=300.0, metavar="S", help=what)
+    add("--json", metavar="PATH", help="also write all figures to this file")
+    add("--page", metavar="PATH", help="also draw them, as an HTML page")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs `tfdp tune`; returns the exit status: 0 an answer, 2 none."""
+    """Runs `tfdp tune`; returns the exit status: 0 tuned, 2 not."""
     try:
         tuner = _run_of(options)
         with ended_together():
             found = tuner.run()
-    except TfdpError as error:
-        print(f"tfdp tune: {error}", file=sys.stderr)
-        return NOT_TUNED
-    try:
         _write(found, options)
     except TfdpError as error:
         print(f"tfdp tune: {error}", file=sys.stderr)
@@ -145,11 +98,11 @@ def _write(found: Finished, options: argparse.Namespace) -> None:
         title = f"{options.target} on {found.place}, {options.batch:,} rows a step"
         page = draw_trials(title, found.lines, found.trials, found.verdict.winner)
         write_text_for("--page", options.page, page)
-        print(f"the trials in a picture: {pathlib.Path(options.page).absolute()}")
+        print(f"page with charts: {pathlib.Path(options.page).absolute()}")
 
 
 def _run_of(options: argparse.Namespace) -> TuneRun:
-    """What is asked for, refused before minutes of trials and not after."""
+    """Checks all options before minutes of trials, not after them."""
     if not options.target.isidentifier():
         parse_target(options.target)
     for name in ("minutes", "timeout_seconds"):
@@ -162,17 +115,16 @@ def _run_of(options: argparse.Namespace) -> TuneRun:
     refuse_bad_places({"--json": options.json, "--page": options.page})
     gpus = len(own_gpus(os.environ))
     each = max(1, (gpus or usable_cores()) // options.workers)
-    place = Place(
-        options.workers,
-        options.replicas or each,
-        options.batch,
-        _automatic_engine(options.workers, gpus),
-    )
+    # The likely choice of `engine="auto"`, until the first trial reports it.
+    engine = "in_process" if options.workers == 1 else "sockets"
+    engine = "tensorflow" if gpus else engine
+    replicas = options.replicas or each
+    place = Place(options.workers, replicas, options.batch, engine)
     memory_bytes = None if options.memory is None else bytes_of(options.memory)
     if place.all_replicas == 1 and memory_bytes is None:
         raise ConfigurationError(
             "One replica sends nothing, so there is nothing to tune. Give --replicas "
-            "or --workers; with --memory, remat and accumulation are tried."
+            "or --workers, or --memory to try remat and accumulation."
         )
     if place.rows < place.all_replicas:
         raise ConfigurationError(
@@ -180,14 +132,7 @@ def _run_of(options: argparse.Namespace) -> TuneRun:
             "each."
         )
     knobs = knobs_of(place, options.allow_lossy, memory_bytes is not None)
-    trials = Trials(
-        options.target,
-        options.batch,
-        place.processes,
-        place.replicas,
-        options.steps,
-        options.timeout_seconds,
-    )
+    trials = Trials(options.target, place, options.steps, options.timeout_seconds)
     return TuneRun(
         trials,
         place,
@@ -198,13 +143,6 @@ def _run_of(options: argparse.Namespace) -> TuneRun:
         finalists=options.finalists,
         minutes=options.minutes,
     )
-
-
-def _automatic_engine(workers: int, gpus: int) -> str:
-    """What `engine="auto"` will be, until a trial has said what it is."""
-    if gpus:
-        return "tensorflow"
-    return "in_process" if workers == 1 else "sockets"
 
 
 def _document(options: argparse.Namespace, found: Finished) -> dict[str, Any]:
@@ -225,9 +163,6 @@ def _document(options: argparse.Namespace, found: Finished) -> dict[str, Any]:
     }
 
 
-# The trials of `tfdp tune` as one HTML page.
-
-
 COLOURS = {"the winner": "#2f7d4f", "the baseline": "#d9a521", "others": "#9dbbdb"}
 _WIDTH, _LEFT, _RIGHT, _BAR, _GAP, _TOP = 1200, 620, 110, 22, 8, 10
 
@@ -235,28 +170,21 @@ _WIDTH, _LEFT, _RIGHT, _BAR, _GAP, _TOP = 1200, 620, 110, 22, 8, 10
 def draw_trials(
     title: str, lines: Sequence[str], trials: Sequence[Trial], winner: Setting
 ) -> str:
-    """The page: what is chosen, a bar for each trial, and the log.
-
-    Args:
-      title: the heading.
-      lines: the explanation; the last ones are to be pasted.
-      trials: the baseline first.
-      winner: what is chosen.
-    """
-    said = "\n".join(html.escape(line) for line in lines)
-    paste = "\n".join(html.escape(line) for line in winner.lines)
+    """The HTML page: the winner's code, a bar for each trial, and the log."""
+    log = html.escape("\n".join(lines))
+    code = html.escape("\n".join(winner.lines))
     return html_page(
         title,
-        f"<pre><b>{paste}</b></pre>",
+        f"<pre><b>{code}</b></pre>",
         legend(COLOURS),
-        _picture(trials, winner),
-        "<p>Bars: samples per second, in the rounds where there were any, else in the "
-        "search. Black: from the slowest to the fastest round.</p>",
-        f"<h2>Log</h2>\n<pre>{said}</pre>",
+        _chart(trials, winner),
+        "<p>Bars: samples per second, in the final rounds if there were any, else in "
+        "the search. Black: from the slowest to the fastest round.</p>",
+        f"<h2>Log</h2>\n<pre>{log}</pre>",
     )
 
 
-def _picture(trials: Sequence[Trial], winner: Setting) -> str:
+def _chart(trials: Sequence[Trial], winner: Setting) -> str:
     ran = [trial for trial in trials if trial.speed is not None]
     most = max([max([t.speed or 0.0, *t.rounds]) for t in ran], default=1.0)
     scale = (_WIDTH - _LEFT - _RIGHT) / most
@@ -267,9 +195,8 @@ def _picture(trials: Sequence[Trial], winner: Setting) -> str:
     ]
     for number, trial in enumerate(trials):
         y = _TOP + number * (_BAR + _GAP)
-        lines.append(
-            svg_text(_LEFT - 8, y + 15, changes_in_words(trial.setting), "end")
-        )
+        name = changes_in_words(trial.setting)
+        lines.append(svg_text(_LEFT - 8, y + 15, name, "end"))
         if trial.speed is None:
             lines.append(svg_text(_LEFT + 4, y + 15, "failed", "start"))
             continue
@@ -281,12 +208,10 @@ def _picture(trials: Sequence[Trial], winner: Setting) -> str:
             f'fill="{colour}"/>'
         )
         if len(trial.rounds) > 1:
-            ends = [
-                _LEFT + each * scale for each in (min(trial.rounds), max(trial.rounds))
-            ]
-            lines.append(
-                svg_line(ends[0], y + _BAR / 2, ends[1], y + _BAR / 2, "#000", 2)
-            )
+            slowest, fastest = min(trial.rounds) * scale, max(trial.rounds) * scale
+            middle = y + _BAR / 2
+            start, end = _LEFT + slowest, _LEFT + fastest
+            lines.append(svg_line(start, middle, end, middle, "#000", 2))
         x = _LEFT + max([speed, *trial.rounds]) * scale + 6
         lines.append(svg_text(x, y + 15, f"{speed:,.1f}", "start"))
     return "\n".join([*lines, "</svg>"])

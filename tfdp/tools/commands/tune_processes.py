@@ -1,4 +1,4 @@
-"""Starts the processes of a trial, and ends them: also those that hang."""
+"""Starts the processes of a trial, and stops them, also when they hang."""
 
 from __future__ import annotations
 
@@ -17,91 +17,79 @@ from tfdp.tools.commands.tune_trial import TrialOrders
 from tfdp.tools.simulator.machine import Link
 from tfdp.tools.simulator.model import Gradient, ModelProfile
 from tfdp.tools.tune.proposal import TrialFacts
-from tfdp.tools.tune.space import Setting
+from tfdp.tools.tune.space import Place, Setting
 
-# What the cores do while a sum crosses a link of this machine; see `tfdp measure`.
+# Load of the cores while a sum crosses a link of this machine; see `tfdp measure`.
 COMPUTE_SHARE = 0.5
 
 
 class TrialFailed(TfdpError, RuntimeError):
-    """A trial came to no figure."""
+    """A trial returned no measurement."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What a trial found.
+    """The measurement of a trial."""
 
-    Args:
-      seconds: of each step of the whole batch.
-      engine: that carried the sums.
-      facts: for the simulator.
-    """
-
-    seconds: tuple[float, ...]
-    engine: str
-    facts: TrialFacts
+    seconds: tuple[float, ...]  # of each step of the whole batch
+    engine: str  # that summed the gradients
+    facts: TrialFacts  # for the simulator
 
     def speed(self, rows: int) -> float:
-        """Samples per second, of the median step."""
         return rows / statistics.median(self.seconds)
 
 
 @dataclasses.dataclass(frozen=True)
 class Trials:
-    """Trials of one model in one place.
+    """Trials of one model in one place."""
 
-    Args:
-      target: as `tfdp check` takes it.
-      rows: of the global batch.
-      processes, replicas: how many, and of each.
-      steps: that are timed in each.
-      timeout_seconds: the most that one may take.
-    """
+    target: str  # as `tfdp check` takes it
+    place: Place
+    steps: int  # timed in each trial
+    timeout_seconds: float  # of each trial
 
-    target: str
-    rows: int
-    processes: int
-    replicas: int
-    steps: int
-    timeout_seconds: float
+    def measure(self, setting: Setting, with_facts: bool = False) -> Measured:
+        """Times one setting in fresh processes; raises TrialFailed."""
+        place, words = self.place, ["-m", "tfdp.tools.commands.tune_trial"]
+        if place.processes > 1:
+            launch = ["-m", "tfdp", "launch", "--workers", str(place.processes)]
+            words = [*launch, "--devices-per-worker", str(place.replicas), *words]
+        orders = TrialOrders(
+            self.target,
+            place.rows,
+            place.processes,
+            place.replicas,
+            setting.as_json(),
+            self.steps,
+            self.timeout_seconds,
+            with_facts,
+        )
+        seconds = self.timeout_seconds
+        try:
+            found = result_of(words, dataclasses.asdict(orders), seconds)
+            return _parse(found)
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise TrialFailed(f"it wrote no result: {error!r}") from None
 
-    def measure(self, setting: Setting, asks_facts: bool = False) -> Measured:
-        """The steps of one setting, in fresh processes.
 
-        Raises:
-          TrialFailed: it came to no figure; with its last lines.
-        """
-        with tempfile.TemporaryDirectory(prefix="tfdp-tune-") as folder:
-            path = pathlib.Path(folder, "result.json")
-            orders = TrialOrders(
-                self.target,
-                self.rows,
-                self.processes,
-                self.replicas,
-                setting.as_json(),
-                self.steps,
-                self.timeout_seconds,
-                asks_facts,
-                str(path),
-            )
-            launched = []
-            if self.processes > 1:
-                launched = ["-m", "tfdp", "launch", "--workers", str(self.processes)]
-                launched += ["--devices-per-worker", str(self.replicas)]
-            words = [*launched, "-m", "tfdp.tools.commands.tune_trial"]
-            run_module(
-                [*words, json.dumps(dataclasses.asdict(orders))], self.timeout_seconds
-            )
-            return _read(path)
+def result_of(
+    words: list[str], orders: dict[str, Any], timeout_seconds: float, **more: str
+) -> Any:
+    """Runs this Python with `words` and `orders` as JSON; returns its JSON result."""
+    with tempfile.TemporaryDirectory(prefix="tfdp-tune-") as folder:
+        path = pathlib.Path(folder, "result.json")
+        last = json.dumps({**orders, "result_path": str(path)})
+        run_module([*words, last], timeout_seconds, **more)
+        return parse_json(path.read_text("utf-8"))
 
 
 def run_module(words: list[str], timeout_seconds: float, **more: str) -> None:
-    """Runs this Python with `words`, and ends it and all that it has started.
+    """Runs this Python with the arguments `words`, and ends it and all its children.
 
     Args:
-      words: after the interpreter.
-      timeout_seconds: the most that it may take.
-      **more: variables of its environment.
+      words: arguments of the interpreter.
+      timeout_seconds: its time limit.
+      **more: environment variables.
 
     Raises:
       TrialFailed: it failed or took too long; with its last lines.
@@ -109,26 +97,19 @@ def run_module(words: list[str], timeout_seconds: float, **more: str) -> None:
     try:
         run_python(words, timeout_seconds, **more)
     except ProcessFailed as error:
-        what_to_do = ". Give --timeout-seconds." if error.took_too_long else ""
-        raise TrialFailed(f"{error}{what_to_do}") from None
+        hint = ". Give a larger --timeout-seconds." if error.took_too_long else ""
+        raise TrialFailed(f"{error}{hint}") from None
 
 
-def _read(path: pathlib.Path) -> Measured:
-    try:
-        said: Any = parse_json(path.read_text("utf-8"))
-        seconds = tuple(said["seconds"])
-        if not seconds or not all(is_number(s) and s > 0 for s in seconds):
-            raise ValueError(f"no seconds: {seconds!r}")
-        profile = said["profile"]
-        model = ModelProfile(
-            "target",
-            tuple(Gradient(*each) for each in profile["gradients"]),
-            profile["forward_flops_per_sample"],
-        )
-        link = None
-        if "link" in said:
-            link = Link(**said["link"], compute_share=COMPUTE_SHARE)
-        facts = TrialFacts(model, statistics.median(seconds), link)
-        return Measured(seconds, str(said["engine"]), facts)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise TrialFailed(f"it wrote no result: {error!r}") from None
+def _parse(found: Any) -> Measured:
+    seconds = tuple(found["seconds"])
+    if not seconds or not all(is_number(s) and s > 0 for s in seconds):
+        raise ValueError(f"no seconds: {seconds!r}")
+    gradients = tuple(Gradient(*each) for each in found["profile"]["gradients"])
+    flops = found["profile"]["forward_flops_per_sample"]
+    link = None
+    if "link" in found:
+        link = Link(**found["link"], compute_share=COMPUTE_SHARE)
+    model = ModelProfile("target", gradients, flops)
+    facts = TrialFacts(model, statistics.median(seconds), link)
+    return Measured(seconds, str(found["engine"]), facts)

@@ -1,8 +1,7 @@
-"""One trial of `tfdp tune`: a few steps of the user's own model with one setting.
+"""One trial of `tfdp tune`: a few steps of the user's model with one setting.
 
-In processes of its own, since TensorFlow's devices and engines are set when it starts:
-`python -m tfdp.tools.commands.tune_trial ORDERS`, JSON. Of several workers all train,
-and the first one writes what came of it.
+TensorFlow fixes its devices when it starts, so a trial runs in its own processes:
+`python -m tfdp.tools.commands.tune_trial ORDERS` (JSON). Rank 0 writes the result.
 """
 
 from __future__ import annotations
@@ -31,37 +30,26 @@ WARM_UP_STEPS = 3
 
 @dataclasses.dataclass(frozen=True)
 class TrialOrders:
-    """What the processes of a trial are told.
+    """Arguments of the processes of a trial."""
 
-    Args:
-      target: as `tfdp check` takes it.
-      rows: of the global batch.
-      processes, replicas: how many, and of each.
-      setting: as JSON.
-      steps: that are timed.
-      timeout_seconds: for the wait of workers for each other.
-      asks_facts: whether the link is measured, too.
-      result_path: where the figures go.
-    """
-
-    target: str
-    rows: int
+    target: str  # as `tfdp check` takes it
+    rows: int  # of the global batch
     processes: int
-    replicas: int
-    setting: dict[str, Any]
-    steps: int
-    timeout_seconds: float
-    asks_facts: bool
-    result_path: str
+    replicas: int  # of each process
+    setting: dict[str, Any]  # as JSON
+    steps: int  # that are timed
+    timeout_seconds: float  # of exchanges between the processes
+    with_facts: bool  # whether to measure the link, too
 
 
 def main(arguments: list[str]) -> None:
     """Entry point of a process."""
-    orders = TrialOrders(**json.loads(arguments[0]))
+    orders = json.loads(arguments[0])
+    path = orders.pop("result_path")
     with training_a_target():
-        figures, is_chief = _figures(orders)
+        figures, is_chief = _figures(TrialOrders(**orders))
     if is_chief:
-        write_json(orders.result_path, figures)
+        write_json(path, figures)
 
 
 def _figures(orders: TrialOrders) -> tuple[dict[str, Any], bool]:
@@ -82,7 +70,10 @@ def _figures(orders: TrialOrders) -> tuple[dict[str, Any], bool]:
     if setting.remat:
         remat(model)
     _accumulate(model, setting.accumulation_steps)
-    clock = _clock()
+    ends: list[tuple[int, float]] = []
+    clock = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: ends.append((batch, time.perf_counter()))
+    )
     together = setting.accumulation_steps
     steps = WARM_UP_STEPS + orders.steps * together
     dataset = _batches(data, model, orders.rows // together)
@@ -91,13 +82,11 @@ def _figures(orders: TrialOrders) -> tuple[dict[str, Any], bool]:
     own_rows = max(1, orders.rows // (orders.processes * orders.replicas))
     figures = {
         "engine": strategy.engine_name,
-        "seconds": clock.seconds_of(orders.steps, together),
-        "profile": profile_of(
-            model, [array[:own_rows] for array in inputs_of(model, batch)]
-        ),
+        "seconds": _seconds(ends, orders.steps, together),
+        "profile": profile_of(model, [x[:own_rows] for x in inputs_of(model, batch)]),
     }
     link = getattr(strategy, "link", None)
-    if orders.asks_facts and link is not None:
+    if orders.with_facts and link is not None:
         figures["link"] = dataclasses.asdict(speed_of_sums(link))
     return figures, strategy.is_chief
 
@@ -112,9 +101,8 @@ def _strategy(orders: TrialOrders, setting: Setting) -> Any:
         "shard": setting.shard,
     }
     if orders.processes > 1:
-        return tfdp.MultiHostDataParallelStrategy(
-            devices_per_host=orders.replicas, **options
-        )
+        options["devices_per_host"] = orders.replicas
+        return tfdp.MultiHostDataParallelStrategy(**options)
     if len(tf.config.list_physical_devices("GPU")) >= orders.replicas:
         devices = [f"GPU:{number}" for number in range(orders.replicas)]
     else:
@@ -142,25 +130,21 @@ def _communication(setting: Setting, timeout_seconds: float) -> Any:
 
 
 def _accumulate(model: Any, steps: int) -> None:
-    """Has the model's optimizer update after so many steps.
-
-    Raises:
-      ConfigurationError: it cannot, or has an opinion of its own.
-    """
+    """Makes the model's optimizer update after every `steps` batches, if possible."""
     if steps == 1:
         return
     optimizer = model.optimizer
     given = getattr(optimizer, "gradient_accumulation_steps", "none")
     if given is not None or optimizer.built:
         raise ConfigurationError(
-            f"The optimizer {optimizer.name!r} cannot be told to accumulate: it "
-            f"{'is built already' if optimizer.built else f'says {given!r} itself'}."
+            f"The optimizer {optimizer.name!r} cannot accumulate gradients: it "
+            f"{'is built already' if optimizer.built else f'has its own {given!r}'}."
         )
     optimizer.gradient_accumulation_steps = steps
 
 
 def _target(orders: TrialOrders) -> tuple[Callable[[], Any], Any]:
-    """What makes the model, and its data; None for a model of keras.applications."""
+    """The model function, and the data; None for a model of keras.applications."""
     if orders.target.isidentifier():
         return load_model(orders.target, orders.rows)[0], None
     found = load_target(parse_target(orders.target))
@@ -168,7 +152,7 @@ def _target(orders: TrialOrders) -> tuple[Callable[[], Any], Any]:
 
 
 def _batches(data: Any, model: Any, rows: int) -> Any:
-    """The first rows of the data, again and again: what is read is not measured."""
+    """Repeats the first rows, so that reading is not measured."""
     import numpy as np
     import tensorflow as tf
 
@@ -184,32 +168,14 @@ def _batches(data: Any, model: Any, rows: int) -> Any:
     return tf.data.Dataset.from_tensors(batch).repeat()
 
 
-def _clock() -> Any:
-    import keras
-
-    class Clock(keras.callbacks.Callback):
-        """When each execution ended, and with which step."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.ends: list[tuple[int, float]] = []
-
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            self.ends.append((batch, time.perf_counter()))
-
-        def seconds_of(self, count: int, together: int) -> list[float]:
-            """Of each step of a whole batch, in which so many are made together."""
-            each: list[float] = []
-            for (first, before), (last, after) in itertools.pairwise(self.ends):
-                each += [(after - before) / (last - first)] * (last - first)
-            timed = each[-count * together :]
-            whole = len(timed) // together * together
-            return [
-                sum(timed[place : place + together])
-                for place in range(0, whole, together)
-            ]
-
-    return Clock()
+def _seconds(ends: list[tuple[int, float]], count: int, together: int) -> list[float]:
+    """Of each of the last `count` whole batches; `ends`: (last step, time)."""
+    each: list[float] = []
+    for (first, before), (last, after) in itertools.pairwise(ends):
+        each += [(after - before) / (last - first)] * (last - first)
+    timed = each[-count * together :]
+    whole = len(timed) // together * together
+    return [sum(timed[n : n + together]) for n in range(0, whole, together)]
 
 
 if __name__ == "__main__":

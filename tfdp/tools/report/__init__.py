@@ -1,4 +1,4 @@
-"""Pages with pictures, and tables of text."""
+"""HTML pages with charts, and text tables."""
 
 from tfdp.tools.report.learning_curve import write_learning_curve
 

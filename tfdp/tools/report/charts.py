@@ -1,4 +1,4 @@
-"""Lines over an axis as SVG: a small picture that fits a telephone."""
+"""Line charts and stacked bars as SVG, small enough for a phone."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tfdp.tools.report.html_page import svg_line, svg_text
 COLOURS = ("#1f5fa8", "#c2571a", "#2f7d4f", "#7a4fa0")
 WIDTH, HEIGHT = 460, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 36, 44
-_MOST_TICKS = 6
-# Of one letter of the legend, in pixels; letters of the page are narrower.
+MOST_TICKS = 6
+# Pixels per letter in the legend, an upper bound.
 _LETTER = 7
 _MOST_NAME = 24
-# Beyond them the arithmetic of the picture fails.
+# The chart's arithmetic fails outside this range.
 _LEAST, _MOST = 1e-250, 1e250
-# More points lie on each other.
+# More points would overlap.
 MOST_POINTS = 1000
 
 Point = tuple[float, float]
@@ -26,29 +26,20 @@ Point = tuple[float, float]
 
 @dataclasses.dataclass(frozen=True)
 class Chart:
-    """What is drawn.
+    """A line chart."""
 
-    Args:
-      title: above it; may be cut where there is little room.
-      lines: name to points, each from left to right; a value that is not finite leaves
-        a gap.
-      x_name: what stands below the axis.
-      x_ticks: (place, what stands there); None: round numbers.
-      marks: (place, what happened there): a dashed line from top to bottom.
-      from_zero: whether the axis of the values begins at 0.
-      dots: whether each point is seen.
-    """
-
-    title: str
+    title: str  # cut where there is little room
+    # Name -> points from left to right; a value that is not finite leaves a gap.
     lines: Mapping[str, Sequence[Point]]
     x_name: str
+    # (x, label); None: round numbers
     x_ticks: Sequence[tuple[float, str]] | None = None
-    marks: Sequence[tuple[float, str]] = ()
-    from_zero: bool = False
-    dots: bool = False
+    marks: Sequence[tuple[float, str]] = ()  # (x, label) of vertical dashed lines
+    from_zero: bool = False  # whether the y axis begins at 0
+    dots: bool = False  # whether to mark each point
 
 
-def ticks_between(low: float, high: float, most: int = _MOST_TICKS) -> list[float]:
+def ticks_between(low: float, high: float, most: int = MOST_TICKS) -> list[float]:
     """Round numbers (1, 2 or 5 times a power of ten) from `low` to `high`."""
     raw_step = (high - low) / most
     magnitude = 10.0 ** math.floor(math.log10(raw_step))
@@ -58,7 +49,7 @@ def ticks_between(low: float, high: float, most: int = _MOST_TICKS) -> list[floa
 
 
 def draw_chart(chart: Chart) -> str:
-    """The picture: an `svg` element that becomes smaller where there is less room."""
+    """Renders an `svg` element that shrinks with the page."""
     points = [point for line in chart.lines.values() for point in line]
     low, high = _range_of([y for _, y in points], chart.from_zero)
     places = [x for x, _ in points if _is_shown(x)] or [0.0]
@@ -85,7 +76,11 @@ def draw_chart(chart: Chart) -> str:
     for value in ticks_between(low, high):
         parts.append(svg_line(_LEFT, y_of(value), WIDTH - _RIGHT, y_of(value), "#ddd"))
         parts.append(svg_text(_LEFT - 6, y_of(value) + 4, _figure(value), "end"))
-    for x, words in _x_ticks(chart, first, last):
+    ticks = chart.x_ticks
+    if ticks is None:
+        rounded = ticks_between(first, last) if first < last else [first]
+        ticks = [(tick, _figure(tick)) for tick in rounded]
+    for x, words in ticks:
         parts.append(svg_text(x_of(x), HEIGHT - 26, words, "middle"))
     parts.append(svg_line(_LEFT, _TOP, _LEFT, bottom, "#888"))
     parts.append(svg_line(_LEFT, bottom, WIDTH - _RIGHT, bottom, "#888"))
@@ -106,7 +101,7 @@ def draw_chart(chart: Chart) -> str:
 
 
 def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
-    """No more points than these: of each stretch the mean of its values."""
+    """At most `most` points: means of consecutive values."""
     if len(points) <= most:
         return list(points)
     width = math.ceil(len(points) / most)
@@ -128,16 +123,8 @@ def _range_of(values: Sequence[float], from_zero: bool) -> Point:
 
 
 def _is_shown(value: float) -> bool:
-    """Whether there is a place for it: no infinity, and nothing as large as one."""
+    """Whether the chart has a place for it: finite, and not too large."""
     return abs(value) < _MOST
-
-
-def _x_ticks(chart: Chart, first: float, last: float) -> list[tuple[float, str]]:
-    if chart.x_ticks is not None:
-        return list(chart.x_ticks)
-    if last <= first:
-        return [(first, _figure(first))]
-    return [(tick, _figure(tick)) for tick in ticks_between(first, last)]
 
 
 def _figure(value: float) -> str:
@@ -145,7 +132,7 @@ def _figure(value: float) -> str:
 
 
 def _legend(names: Sequence[str]) -> tuple[list[str], float]:
-    """What says which line is which, at the top right, and where it begins."""
+    """The legend at the top right, and its left edge."""
     names = [_cut(name, _MOST_NAME) for name in names]
     widths = [max(90, 28 + _LETTER * len(name)) for name in names]
     left = WIDTH - _RIGHT - sum(widths)
@@ -171,7 +158,7 @@ def _curve(points: Sequence[Point | None], colour: str, dots: bool) -> list[str]
             path.append(f"{letter}{point[0]:.1f} {point[1]:.1f}")
         previous = point
     there = [point for point in points if point is not None]
-    # A point alone would not be seen.
+    # A single point makes no line.
     dots = dots or len(there) == 1
     return [
         f'<path d="{" ".join(path)}" fill="none" stroke="{colour}" stroke-width="2"/>',
@@ -182,7 +169,7 @@ def _curve(points: Sequence[Point | None], colour: str, dots: bool) -> list[str]
     ]
 
 
-# Bars of parts, as wide as the page: no letter in them, so that none becomes small.
+# Stacked bars as wide as the page; text outside of the SVG does not shrink with it.
 
 
 PART_BARS_STYLE = """\
@@ -191,7 +178,7 @@ PART_BARS_STYLE = """\
 .bar .name { display: flex; justify-content: space-between; }
 """
 _HEIGHT = 22
-# In percent; narrower parts are not drawn.
+# In percent; narrower parts are omitted.
 _THINNEST = 0.05
 
 
@@ -200,12 +187,12 @@ def part_bars(
     colours: Mapping[str, str],
     unit: str,
 ) -> str:
-    """A bar for each row, all in one scale.
+    """Stacked bars in one scale.
 
     Args:
-      bars: what each is of, what stands at its end, and its parts, not below 0.
-      colours: by part, in the order in which they are drawn.
-      unit: of the parts, in what is shown where one points.
+      bars: (label, text at the end, part -> value of at least 0) for each.
+      colours: by part, in drawing order.
+      unit: of the values, for the tooltip.
     """
     most = max([sum(parts.values()) for *_, parts in bars] + [1e-300])
     drawn = []

@@ -1,4 +1,4 @@
-"""What all pages have in common: one HTML file with SVG in it, no script, no other."""
+"""The common frame of all pages: one HTML file with SVG, without script."""
 
 from __future__ import annotations
 
@@ -31,18 +31,12 @@ svg text {{ font: 12px sans-serif; fill: #222; }}
 
 
 def html_page(title: str, *parts: str, style: str = "") -> str:
-    """The page.
-
-    Args:
-      title: the heading, as it is to be read.
-      parts: what follows it, as HTML.
-      style: rules of CSS besides, each with a line's end.
-    """
+    """Renders a page: `title` is plain text, `parts` HTML, `style` further CSS."""
     return _PAGE.format(title=html.escape(title), body="\n".join(parts), style=style)
 
 
 def legend(colours: Mapping[str, str]) -> str:
-    """A paragraph that says which colour is what."""
+    """A paragraph that names each colour."""
     entries = [
         f'<span style="white-space: nowrap"><span style="color: {colour}">&#9632;'
         f"</span> {name}</span>"
@@ -54,7 +48,7 @@ def legend(colours: Mapping[str, str]) -> str:
 def html_table(
     heading: str, titles: Sequence[str], rows: Sequence[Sequence[str]]
 ) -> str:
-    """A table below its heading; all of it as it is to be read."""
+    """A table below a heading; all arguments are plain text."""
 
     def line(cells: Sequence[str], tag: str) -> str:
         inner = "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
@@ -68,7 +62,7 @@ def html_table(
 def svg_line(
     x1: float, y1: float, x2: float, y2: float, colour: str, width: int = 1
 ) -> str:
-    """A straight line from one place to another, in pixels."""
+    """A straight line; all lengths in pixels."""
     return (
         f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" '
         f'stroke="{colour}" stroke-width="{width}"/>'
@@ -76,7 +70,7 @@ def svg_line(
 
 
 def svg_text(x: float, y: float, content: str, anchor: str) -> str:
-    """Words that begin, end or have their middle at a place: start, end, middle."""
+    """Plain text at a place; `anchor` is start, middle or end."""
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">'
         f"{html.escape(content)}</text>"

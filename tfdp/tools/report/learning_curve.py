@@ -1,4 +1,4 @@
-"""The learning curve of a run as one picture: a PNG, or a page that needs nothing."""
+"""Draws the learning curve of a training: a PNG, or a self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from tfdp.errors import ConfigurationError
 from tfdp.files.atomic import replaced
-from tfdp.tools.report.charts import Chart, draw_chart, ticks_between
+from tfdp.tools.report.charts import MOST_TICKS, Chart, draw_chart, ticks_between
 from tfdp.tools.report.html_page import html_page
 
 Curve = Sequence[float]
@@ -26,24 +26,23 @@ _COLUMNS = 3
 def write_learning_curve(
     history: Any, path: str | os.PathLike[str], *, title: str = "Learning curve"
 ) -> Path:
-    """Draws each metric over the epochs, training beside validation.
+    """Draws each metric over the epochs, training and validation in one panel.
 
-    A `.png` is drawn by matplotlib. Where that is not installed, and for `.html`, the
-    result is one HTML page with the curves as SVG, which needs no other file.
+    matplotlib draws a `.png`. If it is not installed, and for `.html`, the result is a
+    self-contained HTML page with the curves as SVG.
 
     Args:
-      history: what `model.fit` returned, or its `history`: metric name to one
-        value for each epoch. `loss` and `val_loss` share a panel.
-      path: where the picture goes, ending in `.png` or `.html`.
+      history: the result of `model.fit`, or its `history`: metric name to one value for
+        each epoch. `loss` and `val_loss` share a panel.
+      path: the file to write, ending in `.png` or `.html`.
       title: the line above the panels.
 
     Returns:
-      The path that was written: `path`, but ending in `.html` when a PNG was
-      asked for and matplotlib is not installed.
+      The path of the written file: `path`, but ending in `.html` if a PNG was requested
+      and matplotlib is not installed.
 
     Raises:
-      ConfigurationError: the history is empty or no numbers, or the ending is
-        another one.
+      ConfigurationError: the history is empty or not numeric, or the ending is another.
 
     ```python
     from tfdp.tools.report import write_learning_curve
@@ -85,14 +84,13 @@ def _panels(history: Any) -> Panels:
                 f"Received: {values!r}."
             )
         metric = name.removeprefix("val_")
-        line = "validation" if name.startswith("val_") else "training"
-        panels.setdefault(metric, {})[line] = [float(value) for value in values]
+        line = "training" if name == metric else "validation"
+        panels.setdefault(metric, {})[line] = list(map(float, values))
     return panels
 
 
 def _draw_png(panels: Panels, title: str, path: Path) -> None:
-    # The figure is made without pyplot, which would pick a window system and keep
-    # the figure alive.
+    # Without pyplot, which picks a window system and keeps the figure alive.
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -116,11 +114,6 @@ def _draw_png(panels: Panels, title: str, path: Path) -> None:
     figure.savefig(path, format="png", dpi=120)
 
 
-# Learning curves as one HTML page: lines in SVG, no script, no other file.
-
-
-_MOST_TICKS = 6
-
 STYLE = "svg { margin: 0 12px 12px 0; }\n"
 
 
@@ -130,20 +123,16 @@ def draw_page(
     places: Sequence[str] = (),
     place_name: str = "epoch",
 ) -> str:
-    """The page with one panel for each metric.
+    """The HTML page with one panel for each metric.
 
     Args:
-      panels: metric to line name to one value for each epoch, or place; a value that is
-        not finite leaves a gap.
+      panels: metric -> line name -> one value for each epoch or place; values that are
+        not finite leave a gap.
       title: the heading.
-      places: what stands below the values, all of it; by default the epochs' numbers,
-        not all where there are many.
-      place_name: what stands below that.
+      places: labels of the values; default: the epochs' numbers, thinned.
+      place_name: the label of the axis.
     """
-    drawn = [
-        draw_panel(metric, lines, places, place_name)
-        for metric, lines in panels.items()
-    ]
+    drawn = [draw_panel(*panel, places, place_name) for panel in panels.items()]
     return html_page(title, *drawn, style=STYLE)
 
 
@@ -153,25 +142,16 @@ def draw_panel(
     places: Sequence[str] = (),
     place_name: str = "epoch",
 ) -> str:
-    """One of its panels; see `draw_page`."""
+    """One panel of `draw_page`."""
     epochs = max(len(values) for values in lines.values())
-    ticks = range(1, epochs + 1) if places else _epoch_ticks(epochs)
-    return draw_chart(
-        Chart(
-            metric.replace("_", " "),
-            {
-                name: [(float(n), value) for n, value in enumerate(values, start=1)]
-                for name, values in lines.items()
-            },
-            place_name,
-            [(n, places[n - 1] if places else str(n)) for n in ticks],
-            dots=True,
-        )
-    )
-
-
-def _epoch_ticks(epochs: int) -> list[int]:
-    if epochs <= _MOST_TICKS:
-        return list(range(1, epochs + 1))
-    whole = {round(tick) for tick in ticks_between(1, epochs)}
-    return sorted(tick for tick in whole if 1 <= tick <= epochs)
+    numbers: Sequence[int] = range(1, epochs + 1)
+    if not places and epochs > MOST_TICKS:
+        whole = {round(tick) for tick in ticks_between(1, epochs)}
+        numbers = sorted(whole.intersection(numbers))
+    ticks = [(n, places[n - 1] if places else str(n)) for n in numbers]
+    points = {
+        name: [(float(n), value) for n, value in enumerate(values, start=1)]
+        for name, values in lines.items()
+    }
+    title = metric.replace("_", " ")
+    return draw_chart(Chart(title, points, place_name, ticks, dots=True))

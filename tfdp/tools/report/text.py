@@ -1,4 +1,4 @@
-"""A table of text for the terminal."""
+"""Text tables, durations and sizes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ def format_table(
     """Lines of columns two spaces apart.
 
     Args:
-      rows: of one length; mostly the first one holds the titles.
-      left: places of the columns that are flush left; None: all are. Others are flush
-        right.
+      rows: of equal length; usually the first one holds the titles.
+      left: indices of the left-aligned columns; None: all. Others are right-aligned.
 
     >>> print(format_table([("model", "ms"), ("cnn", "12")], left=[0]))
     model  ms
@@ -30,20 +29,13 @@ def format_table(
     return "\n".join(lines)
 
 
-# Times and sizes as people read them.
+_SIZES = ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
 
 
-_SIZES = (
-    (86400, "d", 3600, "h"),
-    (3600, "h", 60, "min"),
-    (60, "min", 1, "s"),
-)
+def format_seconds(seconds: float) -> str:
+    """A duration in at most two units.
 
-
-def seconds_in_words(seconds: float) -> str:
-    """Two units at most, three digits at least.
-
-    >>> [seconds_in_words(s) for s in (0.0394, 5.21, 250, 7500, 200_000)]
+    >>> [format_seconds(s) for s in (0.0394, 5.21, 250, 7500, 200_000)]
     ['39.4 ms', '5.21 s', '4 min 10 s', '2 h 5 min', '2 d 7 h']
     """
     if seconds < 1:
@@ -51,15 +43,13 @@ def seconds_in_words(seconds: float) -> str:
     if seconds < 59.5:
         return f"{seconds:.3g} s"
     whole = round(seconds)
-    size, name, smaller, smaller_name = next(
-        each for each in _SIZES if whole >= each[0]
-    )
+    size, name, smaller, smaller_name = next(s for s in _SIZES if whole >= s[0])
     rest = whole % size // smaller
     return f"{whole // size:,} {name}" + (f" {rest} {smaller_name}" if rest else "")
 
 
 def bytes_in_words(size_bytes: float) -> str:
-    """In powers of a thousand.
+    """A size in powers of a thousand.
 
     >>> [bytes_in_words(n) for n in (40, 16_640, 1_234_567_890)]
     ['40 B', '16.6 kB', '1.23 GB']

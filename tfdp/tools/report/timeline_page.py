@@ -1,4 +1,4 @@
-"""A step as a picture: a lane for each thread, a box for each op. One HTML page."""
+"""Renders a training step: a lane for each thread, a box for each op."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import html
 import json
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from tfdp.tools.report.html_page import html_page, legend, svg_line, svg_text
 
-# Part of an op's name -> what it is.
+if TYPE_CHECKING:
+    from tfdp._private.step_trace import TraceEvent
+
+# Part of an op's name -> kind.
 EXCHANGES = {
     "tfdp_all_gather": "gather of weights",
     "tfdp_reduce_scatter": "scatter of gradients",
@@ -26,42 +29,21 @@ COLOURS = {
 }
 _WIDTH, _LANE, _GAP, _LEFT, _TOP = 1100, 26, 8, 80, 30
 _MOST_TICKS = 10
-# Boxes thinner than this part of a pixel are left out.
+# Boxes narrower than this, in pixels, are omitted.
 _THINNEST = 0.02
-
-# TensorFlow's scope of every replica's ops but the first one's.
+# TensorFlow's name scope of all replicas but the first.
 REPLICA = re.compile(r"(?:^|/)replica_(\d+)/")
-# What is not within it is done for all: the input.
+# Ops outside of the step belong to the input pipeline.
 STEP = re.compile(r"PartitionedCall/")
 
 
-class Event(Protocol):
-    """An op: where, what, when."""
-
-    @property
-    def thread(self) -> str:
-        """Which thread ran it."""
-
-    @property
-    def name(self) -> str:
-        """The op's."""
-
-    @property
-    def start_us(self) -> float:
-        """When it began."""
-
-    @property
-    def duration_us(self) -> float:
-        """How long it ran."""
-
-
 def kind_of(name: str, optimizers: Iterable[str] = ()) -> str:
-    """What an op with this name does, where the optimizers have these names."""
+    """The kind of an op, by its name and the optimizers' names."""
     for part, kind in EXCHANGES.items():
         if part in name:
             return kind
-    # TensorFlow numbers the scopes of one name. In a function that replicas share the
-    # name begins with it.
+    # TensorFlow numbers equal scopes. In a function shared by replicas the optimizer's
+    # scope comes first.
     is_update = any(
         re.search(rf"(?:^|/){re.escape(optimizer)}(_\d+)?/", name)
         for optimizer in optimizers
@@ -70,13 +52,9 @@ def kind_of(name: str, optimizers: Iterable[str] = ()) -> str:
 
 
 def replica_of(name: str, first_rank: int = 0) -> int | None:
-    """The rank of the replica that an op is of; None: of none.
+    """The rank of the replica that ran an op; None: the input pipeline.
 
-    What is done for all within the step counts as the first one's: neither has a scope.
-
-    Args:
-      name: the op's.
-      first_rank: of the first replica of this host.
+    Shared ops of the step count for the first replica: neither has a scope.
 
     >>> replica_of("StatefulPartitionedCall/replica_1/dense/MatMul:MatMul", 2)
     3
@@ -87,20 +65,17 @@ def replica_of(name: str, first_rank: int = 0) -> int | None:
 
 
 def seconds_by_kind(
-    events: Iterable[Event], optimizers: Sequence[str]
+    events: Iterable[TraceEvent], optimizers: Sequence[str]
 ) -> dict[str, float]:
-    """How long ops of each kind ran, on all threads together."""
+    """Total duration of the ops of each kind, on all threads."""
     seconds = dict.fromkeys(COLOURS, 0.0)
     for event in events:
         seconds[kind_of(event.name, optimizers)] += event.duration_us / 1e6
     return seconds
 
 
-def hidden_share(events: Sequence[Event]) -> float | None:
-    """The share of the exchanges' time in which another thread computed.
-
-    None without exchanges.
-    """
+def hidden_share(events: Sequence[TraceEvent]) -> float | None:
+    """The share of the exchange time in which another thread computed, if any."""
     exchanges = frozenset(EXCHANGES.values())
     computing = [e for e in events if kind_of(e.name) not in exchanges]
     total = hidden = 0.0
@@ -114,24 +89,17 @@ def hidden_share(events: Sequence[Event]) -> float | None:
             if e.thread != exchange.thread
         )
         total += stop - start
-        hidden += covered(others)
+        hidden += length(joined(others))
     return hidden / total if total else None
 
 
 def draw_timeline(
-    events: Sequence[Event],
+    events: Sequence[TraceEvent],
     title: str,
     optimizers: Sequence[str] = (),
     first_rank: int = 0,
 ) -> str:
-    """The page.
-
-    Args:
-      events: of one step; at least one.
-      title: above the picture.
-      optimizers: what the optimizers are called.
-      first_rank: of the first replica of this host.
-    """
+    """The HTML page of a step; `first_rank` is that of this host's first replica."""
     first = min(e.start_us for e in events)
     last = max(e.start_us + e.duration_us for e in events)
     scale = (_WIDTH - _LEFT - 10) / max(last - first, 1e-9)
@@ -150,22 +118,16 @@ def draw_timeline(
                 colour = COLOURS[kind_of(event.name, optimizers)]
                 width = event.duration_us * scale
                 replica = replica_of(event.name, first_rank)
-                parts.append(_box(event, replica, colour, x, y, width))
+                of = "" if replica is None else f"replica {replica}, "
+                ms = f"{event.duration_us / 1e3:.3f} ms"
+                parts.append(
+                    f'<rect x="{x:.2f}" y="{y}" width="{max(width, 0.4):.2f}" '
+                    f'height="{_LANE}" fill="{colour}"><title>'
+                    f"{html.escape(f'{of}{event.name}: {ms}')}</title></rect>"
+                )
     parts.append("</svg>")
-    return html_page(
-        title, legend(COLOURS), *parts, "<p>Point at a box to see the op.</p>"
-    )
-
-
-def _box(
-    event: Event, replica: int | None, colour: str, x: float, y: float, width: float
-) -> str:
-    of = "" if replica is None else f"replica {replica}, "
-    text = html.escape(f"{of}{event.name}: {event.duration_us / 1e3:.3f} ms")
-    return (
-        f'<rect x="{x:.2f}" y="{y}" width="{max(width, 0.4):.2f}" height="{_LANE}" '
-        f'fill="{colour}"><title>{text}</title></rect>'
-    )
+    hint = "<p>Point at a box to see the op.</p>"
+    return html_page(title, legend(COLOURS), *parts, hint)
 
 
 def _axis(total_ms: float, scale: float, height: int) -> list[str]:
@@ -184,15 +146,12 @@ def _axis(total_ms: float, scale: float, height: int) -> list[str]:
     ]
 
 
-# Stretches of time: what they cover together.
-
-
-# From, to.
+# Time spans (from, to) and operations on sorted lists of disjoint spans.
 Span = tuple[float, float]
 
 
 def joined(spans: Iterable[Span]) -> list[Span]:
-    """The union, in order and apart; spans that end before they begin are empty.
+    """The union, sorted and disjoint; a span that ends before it begins is empty.
 
     >>> joined([(4, 6), (0, 2), (1, 3), (9, 8)])
     [(0, 3), (4, 6)]
@@ -209,21 +168,12 @@ def joined(spans: Iterable[Span]) -> list[Span]:
 
 
 def length(spans: Iterable[Span]) -> float:
-    """Of spans that are apart, together."""
+    """The total length of disjoint spans."""
     return sum(stop - start for start, stop in spans)
 
 
-def covered(spans: Iterable[Span]) -> float:
-    """The length of the union of spans.
-
-    >>> covered([(4, 6), (0, 2), (1, 3), (9, 8)])
-    5
-    """
-    return length(joined(spans))
-
-
 def both(first: Sequence[Span], second: Sequence[Span]) -> list[Span]:
-    """What is in one and in the other; each in order and apart.
+    """The intersection of two sorted, disjoint lists.
 
     >>> both([(0, 3), (4, 6)], [(2, 5)])
     [(2, 3), (4, 5)]
@@ -243,7 +193,7 @@ def both(first: Sequence[Span], second: Sequence[Span]) -> list[Span]:
 
 
 def without(first: Sequence[Span], second: Sequence[Span]) -> list[Span]:
-    """What is in the first and not in the second; each in order and apart.
+    """The difference of two sorted, disjoint lists.
 
     >>> without([(0, 3), (4, 6)], [(2, 5)])
     [(0, 2), (5, 6)]
@@ -264,43 +214,29 @@ def without(first: Sequence[Span], second: Sequence[Span]) -> list[Span]:
     return found
 
 
-# A step as a file that Perfetto and `chrome://tracing` open.
-#
-# The form is Chrome's: "Trace Event Format", complete events ("X") and metadata ("M").
-
-
 def chrome_trace(
-    events: Sequence[Event],
+    events: Sequence[TraceEvent],
     optimizers: Sequence[str] = (),
     *,
     host: int = 0,
     hosts: int = 1,
     first_rank: int = 0,
 ) -> str:
-    """The file's text: a process for each replica of this host, its threads in it.
+    """The step in Chrome's "Trace Event Format", for Perfetto and `chrome://tracing`.
 
-    The first replica's has what is done for all of them as well: TensorFlow gives both
-    no scope of their own.
-
-    Args:
-      events: of some steps, at least one; times in microseconds.
-      optimizers: what the optimizers are called.
-      host: this one, from 0.
-      hosts: how many there are.
-      first_rank: of the first replica of this host.
+    A process per replica of this host, with its threads. The first replica includes
+    shared ops: TensorFlow gives both no scope.
     """
     first_us = min(event.start_us for event in events)
-    threads = {
-        name: n for n, name in enumerate(dict.fromkeys(e.thread for e in events))
-    }
+    threads = list(dict.fromkeys(event.thread for event in events))
     place = f"host {host}" if hosts > 1 else "host"
     rows: dict[tuple[int, int], None] = {}
     complete: list[dict[str, Any]] = []
     for event in events:
         rank = replica_of(event.name, first_rank)
-        # Perfetto leaves process 0 without a name.
+        # Perfetto does not name process 0.
         process = 1 if rank is None else 2 + rank
-        thread = 1 + threads[event.thread]
+        thread = 1 + threads.index(event.thread)
         rows[process, thread] = None
         complete.append(
             {
@@ -323,7 +259,4 @@ def chrome_trace(
 
 
 def _named(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
-    return {
-        **{"ph": "M", "name": what, "pid": process, "tid": thread},
-        "args": {"name": name},
-    }
+    return dict(ph="M", name=what, pid=process, tid=thread, args={"name": name})

@@ -1,1 +1,1 @@
-"""What a training run has left in files, read as a stranger's, and what it tells."""
+"""Reads and reports recorded training runs; run files are untrusted input."""

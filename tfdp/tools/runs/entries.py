@@ -1,10 +1,10 @@
-"""What stands in a run's file, as values that were checked."""
+"""The entries of a run's file, with a check for each field."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tfdp.checks import is_number
@@ -12,36 +12,24 @@ from tfdp.files.checked_json import is_count
 from tfdp.tools.runs.lines import KIND, VERSION, number_of
 
 MOST_TEXT, MOST_NAMES = 1000, 200
-# Thirty thousand years: a sum of so many is finite still.
+# Thirty thousand years: sums of this many stay finite.
 MOST_SECONDS = 1e12
 MOST_WORKERS = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """A process has begun to train.
+    """A process began to train."""
 
-    Args:
-      session: the same word for all workers that began together.
-      worker, workers: this one, of how many.
-      replicas: of all workers.
-      host: the name of its machine.
-      began_seconds: when, since 1970, by that machine's clock.
-      steps_per_epoch: None: Keras did not know.
-      restarts: how often `tfdp launch` had started the training again.
-      hosts: the machines of all workers, by rank; empty: not known.
-      settings, versions, machine: what it was, in words.
-    """
-
-    session: str
+    session: str  # the same for all workers that began together
     worker: int
     workers: int
-    replicas: int
+    replicas: int  # of all workers
     host: str
-    began_seconds: float
-    steps_per_epoch: int | None
-    restarts: int
-    hosts: tuple[str, ...]
+    began_seconds: float  # since 1970, by the host's clock
+    steps_per_epoch: int | None  # None: unknown to Keras
+    restarts: int  # by `tfdp launch`
+    hosts: tuple[str, ...]  # of all workers, by rank; empty: unknown
     settings: Mapping[str, str]
     versions: Mapping[str, str]
     machine: Mapping[str, str]
@@ -49,120 +37,74 @@ class Start:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Steps:
-    """Steps of one worker, one after the other.
-
-    Args:
-      session: of its start.
-      step: how many this process had made with them.
-      steps: how many they are.
-      epoch, batch: of the last of them; the epoch from 0, the batch from 1.
-      at_seconds: when it ended, since the start.
-      seconds: from the end of the step before them to their end, all together.
-      step_seconds: of these, those within steps.
-      validation_seconds: of these, those of validation.
-      longest_seconds: of the step that took longest, from the end of the one before.
-      input_seconds: that steps waited for their batches; None: not known.
-      exchange_seconds: in exchanges with other workers, the waiting for them included;
-        None: not known.
-      samples: of this worker; None: not known.
-      within_bytes, between_bytes: that this worker's replicas sent to each other, and
-        it to other workers; None: nobody counted.
-      resident_bytes, peak_bytes: memory of the process at the end, and its most so
-        far; None: not asked for, or the system does not tell.
-      device_bytes, device_peak_bytes: the same of the fullest GPU; None: there is none.
-      loss: as Keras reports it, the mean over the epoch so far; None: there is none.
-    """
+    """Consecutive steps of one worker; None in a field: unknown."""
 
     session: str
-    step: int
-    steps: int
-    epoch: int
-    batch: int
-    at_seconds: float
-    seconds: float
-    step_seconds: float
-    validation_seconds: float
-    longest_seconds: float
-    input_seconds: float | None = None
-    exchange_seconds: float | None = None
-    samples: int | None = None
-    within_bytes: int | None = None
-    between_bytes: int | None = None
-    resident_bytes: int | None = None
-    peak_bytes: int | None = None
-    device_bytes: int | None = None
-    device_peak_bytes: int | None = None
-    loss: float | None = None
+    step: int  # steps of this process up to the last of these
+    steps: int  # number of these steps
+    epoch: int  # of the last step, from 0
+    batch: int  # of the last step, from 1
+    at_seconds: float  # end of the last step, since the start
+    seconds: float  # from the end of the step before them, in total
+    step_seconds: float  # of `seconds`, within steps
+    validation_seconds: float  # of `seconds`, in validation
+    longest_seconds: float  # of one step, from the end of the one before
+    input_seconds: float | None = None  # that steps waited for batches
+    exchange_seconds: float | None = None  # between hosts, waiting included
+    samples: int | None = None  # of this worker
+    within_bytes: int | None = None  # sent between this worker's replicas
+    between_bytes: int | None = None  # sent to other workers
+    resident_bytes: int | None = None  # of the process, at the end
+    peak_bytes: int | None = None  # of the process, so far
+    device_bytes: int | None = None  # of the fullest GPU, at the end
+    device_peak_bytes: int | None = None  # of the fullest GPU, so far
+    loss: float | None = None  # as Keras reports it: the mean over the epoch so far
 
     @property
     def between_seconds(self) -> float:
-        """Between steps, without validation: what Keras and callbacks did."""
+        """Between steps, without validation: Keras and callbacks."""
         return max(0.0, self.seconds - self.step_seconds - self.validation_seconds)
 
 
 @dataclasses.dataclass(frozen=True)
 class Epoch:
-    """An epoch has ended.
-
-    Args:
-      session: of its start.
-      epoch: from 0.
-      step: how many steps this process had made.
-      at_seconds: when, since the start.
-      validation_seconds: of the validation in it.
-      logs: what Keras reports of it.
-    """
+    """An epoch ended."""
 
     session: str
-    epoch: int
-    step: int
-    at_seconds: float
-    validation_seconds: float
+    epoch: int  # from 0
+    step: int  # steps of this process so far
+    at_seconds: float  # since the start
+    validation_seconds: float  # within the epoch
     logs: Mapping[str, float]
 
 
 @dataclasses.dataclass(frozen=True)
 class End:
-    """The training has ended as it should.
-
-    Args:
-      session: of its start.
-      step: how many steps this process had made.
-      at_seconds: when, since the start.
-    """
+    """The training ended normally."""
 
     session: str
-    step: int
-    at_seconds: float
+    step: int  # steps of this process so far
+    at_seconds: float  # since the start
 
 
 Entry = Start | Steps | Epoch | End
-KINDS: dict[str, type[Any]] = {
-    "start": Start,
-    "steps": Steps,
-    "epoch": Epoch,
-    "end": End,
-}
+KINDS: dict[str, type[Any]] = dict(start=Start, steps=Steps, epoch=Epoch, end=End)
 
 
 def content_from(entry: Entry) -> dict[str, Any]:
-    """What the line of an entry says; values that are not known are left out."""
+    """An entry as the content of a line, without unknown values."""
     kind = next(name for name, each in KINDS.items() if type(entry) is each)
     head = {"kind": kind}
     if kind == "start":
         head |= {"format": KIND, "version": VERSION}  # type: ignore[dict-item]
-    # Not by `asdict`, which copies, and takes longer than all else.
+    # `asdict` would take longer than all the rest, since it copies.
     names = (field.name for field in dataclasses.fields(entry))
     fields = ((name, getattr(entry, name)) for name in names)
     return {**head, **{name: value for name, value in fields if value is not None}}
 
 
 def entry_from(content: Mapping[str, Any]) -> Entry | None:
-    """The entry that a line's content means; None: of a kind that is not known.
-
-    Raises:
-      ValueError: a field is missing or means nothing, or it is another version's.
-    """
+    """Parses a line's content; None: an unknown kind; raises ValueError if invalid."""
     kind = content.get("kind")
     if not isinstance(kind, str) or kind not in KINDS:
         return None
@@ -181,37 +123,27 @@ def entry_from(content: Mapping[str, Any]) -> Entry | None:
         try:
             fields[field.name] = CHECKS[field.name](value)
         except (TypeError, ValueError, OverflowError) as error:
-            raise ValueError(
-                f"its {field.name} means nothing ({error!s:.80})"
-            ) from None
+            text = f"its {field.name} means nothing ({error!s:.80})"
+            raise ValueError(text) from None
     return KINDS[kind](**fields)  # type: ignore[no-any-return]
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str) or len(value) > MOST_TEXT:
         raise ValueError(f"no text of at most {MOST_TEXT} characters")
-    value.encode()  # half a surrogate cannot be written
-    # Terminals obey some characters that cannot be printed.
+    value.encode()  # raises for lone surrogates, which cannot be written
+    # Replaces control characters, which a terminal would execute.
     return "".join(sign if sign.isprintable() else " " for sign in value)
 
 
-def _count(value: Any) -> int:
-    if not is_count(value):
-        raise ValueError("no whole number from 0 on")
-    return int(value)
+def _whole(least: int, most: int | None = None) -> Callable[[Any], int]:
+    def check(value: Any) -> int:
+        if not is_count(value, least=least) or (most is not None and value > most):
+            limit = "on" if most is None else f"to {most}"
+            raise ValueError(f"no whole number from {least} {limit}")
+        return int(value)
 
-
-def _from_one(value: Any) -> int:
-    if not is_count(value, least=1):
-        raise ValueError("no whole number from 1 on")
-    return int(value)
-
-
-def _listed(value: Any) -> int:
-    """Things of which a table has a row for each."""
-    if _from_one(value) > MOST_WORKERS:
-        raise ValueError(f"no whole number from 1 to {MOST_WORKERS}")
-    return int(value)
+    return check
 
 
 def _seconds(value: Any) -> float:
@@ -230,16 +162,13 @@ def _number(value: Any) -> float:
         return math.inf
 
 
-def _texts(value: Any) -> dict[str, str]:
-    if not isinstance(value, dict) or len(value) > MOST_NAMES:
-        raise ValueError(f"no object of at most {MOST_NAMES} fields")
-    return {_text(name): _text(each) for name, each in value.items()}
+def _mapping(check: Callable[[Any], Any]) -> Callable[[Any], dict[str, Any]]:
+    def checked(value: Any) -> dict[str, Any]:
+        if not isinstance(value, dict) or len(value) > MOST_NAMES:
+            raise ValueError(f"no object of at most {MOST_NAMES} fields")
+        return {_text(name): check(each) for name, each in value.items()}
 
-
-def _numbers(value: Any) -> dict[str, float]:
-    if not isinstance(value, dict) or len(value) > MOST_NAMES:
-        raise ValueError(f"no object of at most {MOST_NAMES} fields")
-    return {_text(name): _number(each) for name, each in value.items()}
+    return checked
 
 
 def _names(value: Any) -> tuple[str, ...]:
@@ -248,25 +177,26 @@ def _names(value: Any) -> tuple[str, ...]:
     return tuple(map(_text, value))
 
 
-CHECKS: dict[str, Any] = {
-    **dict.fromkeys(("session", "host"), _text),
-    **dict.fromkeys(("workers", "replicas"), _listed),
-    **dict.fromkeys(("steps", "steps_per_epoch"), _from_one),
-    **dict.fromkeys(("worker", "restarts", "step", "epoch", "batch"), _count),
-    **dict.fromkeys(("samples", "within_bytes", "between_bytes"), _count),
-    **dict.fromkeys(("resident_bytes", "peak_bytes"), _count),
-    **dict.fromkeys(("device_bytes", "device_peak_bytes"), _count),
-    **dict.fromkeys(("began_seconds", "at_seconds", "seconds"), _seconds),
-    **dict.fromkeys(("step_seconds", "validation_seconds"), _seconds),
-    **dict.fromkeys(("longest_seconds", "input_seconds"), _seconds),
-    **dict.fromkeys(("exchange_seconds",), _seconds),
-    **dict.fromkeys(("settings", "versions", "machine"), _texts),
-    "loss": _number,
-    "logs": _numbers,
-    "hosts": _names,
+CHECKS: dict[str, Callable[[Any], Any]] = {
+    name: check
+    for names, check in (
+        ("session host", _text),
+        # A table has a row for each of these.
+        ("workers replicas", _whole(1, MOST_WORKERS)),
+        ("steps steps_per_epoch", _whole(1)),
+        ("worker restarts step epoch batch samples", _whole(0)),
+        ("within_bytes between_bytes resident_bytes peak_bytes", _whole(0)),
+        ("device_bytes device_peak_bytes", _whole(0)),
+        ("began_seconds at_seconds seconds step_seconds", _seconds),
+        ("validation_seconds longest_seconds", _seconds),
+        ("input_seconds exchange_seconds", _seconds),
+        ("settings versions machine", _mapping(_text)),
+        ("loss", _number),
+        ("logs", _mapping(_number)),
+        ("hosts", _names),
+    )
+    for name in names.split()
 }
-MAY_BE_UNKNOWN = {
-    *("steps_per_epoch", "input_seconds", "exchange_seconds", "samples", "loss"),
-    *("within_bytes", "between_bytes", "resident_bytes", "peak_bytes"),
-    *("device_bytes", "device_peak_bytes"),
+MAY_BE_UNKNOWN = {"steps_per_epoch"} | {
+    field.name for field in dataclasses.fields(Steps) if field.default is None
 }

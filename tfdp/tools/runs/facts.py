@@ -1,4 +1,4 @@
-"""What a run was, in numbers: what `tfdp report` prints, draws and writes as JSON."""
+"""Computes the figures that `tfdp report` prints, draws and writes as JSON."""
 
 from __future__ import annotations
 
@@ -12,49 +12,32 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tfdp.errors import DataError
+from tfdp.tools.runs import together
+from tfdp.tools.runs.entries import Epoch
 from tfdp.tools.runs.read import Run, Session, WorkerRun
-from tfdp.tools.runs.together import (
-    BETWEEN,
-    COMPUTING,
-    FIRST,
-    INPUT,
-    PARTS,
-    VALIDATION,
-    Together,
-    parts_of,
-    steps_together,
-)
+from tfdp.tools.runs.together import AlignedSteps
 from tfdp.tools.runs.traces import ReplicaTrace, read_trace
 
 
 @dataclasses.dataclass(frozen=True)
 class Rate:
-    """How fast the training was over some steps.
+    """The speed of the training over some steps."""
 
-    Args:
-      at_seconds: when they ended, since the run began.
-      steps: how many.
-      seconds: how long they took, validation left out.
-      samples: None: not known.
-      is_first: whether TensorFlow traced in them.
-    """
-
-    at_seconds: float
+    at_seconds: float  # end of the steps, since the run began
     steps: int
-    seconds: float
-    samples: int | None
-    is_first: bool
+    seconds: float  # without validation
+    samples: int | None  # None: unknown
+    is_first: bool  # TensorFlow traced in them
 
     @property
     def samples_per_second(self) -> float | None:
-        """None: not known."""
         if self.samples is None or not self.seconds:
             return None
         return self.samples / self.seconds
 
 
 def merged(rates: Sequence[Rate]) -> Rate:
-    """Steps that follow each other as one; at least one of them."""
+    """Merges consecutive rates, at least one."""
     samples = [rate.samples for rate in rates if rate.samples is not None]
     return Rate(
         rates[-1].at_seconds,
@@ -66,70 +49,46 @@ def merged(rates: Sequence[Rate]) -> Rate:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stretch:
-    """One start of the training, and how it ended.
+class Attempt:
+    """One start of the training, until its end or failure."""
 
-    Args:
-      from_seconds, to_seconds: since the run began, by the clock of its first worker.
-      workers: how many.
-      first_step: steps that were done before; None: not known.
-      steps: that it made.
-      has_ended: whether as it should; else it was killed, or trains on.
-      lost_steps: that the next start made again; None: not known, or there is none.
-    """
-
-    from_seconds: float
+    from_seconds: float  # since the run began, by the clock of its first worker
     to_seconds: float
     workers: int
-    first_step: int | None
+    first_step: int | None  # steps done before; None: unknown
     steps: int
-    has_ended: bool
-    lost_steps: int | None = None
+    has_ended: bool  # normally; else it was killed, or still trains
+    lost_steps: int | None = None  # repeated by the next start; None: unknown or none
 
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """A step that `StepTimeline` has drawn.
+    """A trace of `StepTimeline`."""
 
-    Args:
-      name: of the file, in the run's directory.
-      replicas: by rank.
-    """
-
-    name: str
-    replicas: Sequence[ReplicaTrace]
+    name: str  # of the file
+    replicas: Sequence[ReplicaTrace]  # by rank
 
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """A run in numbers.
-
-    Args:
-      run: what was read.
-      rates: over the time, in order.
-      starts: in order.
-      part_seconds: by worker and part.
-      stragglers: who was slow.
-      traces: of single steps.
-      notes: what is missing or damaged, in sentences.
-    """
+    """The figures of a run."""
 
     run: Run
-    rates: Sequence[Rate]
-    starts: Sequence[Stretch]
-    part_seconds: Mapping[int, Mapping[str, float]]
+    rates: Sequence[Rate]  # in order of time
+    starts: Sequence[Attempt]
+    part_seconds: Mapping[int, Mapping[str, float]]  # by worker and part
     stragglers: Stragglers
     traces: Sequence[Trace]
-    notes: Sequence[str]
+    notes: Sequence[str]  # what is missing or damaged, in sentences
 
     @property
     def steady(self) -> list[Rate]:
-        """Without the steps in which TensorFlow traced."""
+        """The rates without the steps in which TensorFlow traced."""
         return [rate for rate in self.rates if not rate.is_first and rate.seconds > 0]
 
     @property
     def samples_per_second(self) -> float | None:
-        """Over all steady steps together; None: not known, or there are none."""
+        """Over all steady steps; None: unknown, or there are none."""
         steady = self.steady
         if not steady or any(rate.samples is None for rate in steady):
             return None
@@ -138,16 +97,13 @@ class Facts:
 
     @property
     def step_seconds(self) -> float | None:
-        """Of a steady step, on average; None: there was none."""
+        """The mean of steady steps; None: there are none."""
         steps = sum(rate.steps for rate in self.steady)
         return sum(rate.seconds for rate in self.steady) / steps if steps else None
 
     @property
     def step_spread(self) -> tuple[float, float, float] | None:
-        """Seconds of a steady step: a tenth are faster, the median, a tenth slower.
-
-        Of the means of lines; None: there are fewer than ten.
-        """
+        """The 10th, 50th and 90th percentile in seconds; None: fewer than ten lines."""
         found = [rate.seconds / rate.steps for rate in self.steady]
         if len(found) < 10:
             return None
@@ -156,23 +112,22 @@ class Facts:
 
     @property
     def seconds(self) -> float:
-        """From the first start to what was heard last."""
         return max(start.to_seconds for start in self.starts)
 
     @property
     def steps(self) -> int:
-        """That were made, those that were made again included."""
+        """All steps, including repeated ones."""
         return sum(start.steps for start in self.starts)
 
     @property
     def shares(self) -> dict[str, float]:
-        """Where the time went, over all workers together; of it all, by part."""
-        return self._shares(PARTS)
+        """Share of the time of all workers, by part."""
+        return self._shares(together.PARTS)
 
     @property
     def steady_shares(self) -> dict[str, float]:
-        """The same of the time without the steps in which TensorFlow traced."""
-        return self._shares([part for part in PARTS if part != FIRST])
+        """`shares` without the steps in which TensorFlow traced."""
+        return self._shares([part for part in together.PARTS if part != together.FIRST])
 
     def _shares(self, names: Sequence[str]) -> dict[str, float]:
         workers = self.part_seconds.values()
@@ -182,7 +137,7 @@ class Facts:
 
     @property
     def hidden_share(self) -> float | None:
-        """Of the exchanges' time in the traces, that behind computing; None: none."""
+        """Share of the traces' exchange time that overlaps computing, if any."""
         found = [
             replica.hidden_share
             for trace in self.traces
@@ -192,7 +147,7 @@ class Facts:
         return statistics.fmean(found) if found else None
 
     def most(self, field: str) -> dict[int, int]:
-        """The most of a field of lines, by worker; who does not know is left out."""
+        """The maximum of a field of lines, by worker, where known."""
         found: dict[int, int] = {}
         for worker in _workers(self.run):
             rank = worker.start.worker
@@ -203,7 +158,7 @@ class Facts:
         return dict(sorted(found.items()))
 
     def per_step(self, field: str) -> dict[int, float]:
-        """The mean of a field over steps, by worker; who does not know is left out."""
+        """The mean of a field over steps, by worker, where known."""
         total: dict[int, float] = collections.defaultdict(float)
         steps: dict[int, int] = collections.defaultdict(int)
         for worker in _workers(self.run):
@@ -214,7 +169,7 @@ class Facts:
         return {rank: total[rank] / steps[rank] for rank in sorted(total)}
 
     def to_json(self) -> dict[str, Any]:
-        """For a file: numbers, and no number that JSON has not."""
+        """Plain data, in which None stands for numbers that JSON lacks."""
         first = self.run.sessions[-1].first.start
         content = {
             "seconds": self.seconds,
@@ -232,9 +187,7 @@ class Facts:
             "within_bytes_per_step": self.per_step("within_bytes"),
             "between_bytes_per_step": self.per_step("between_bytes"),
             "starts": [dataclasses.asdict(start) for start in self.starts],
-            "epochs": [
-                {"epoch": epoch.epoch, **epoch.logs} for epoch in epochs_of(self.run)
-            ],
+            "epochs": [{"epoch": e.epoch, **e.logs} for e in epochs_of(self.run)],
             "settings": dict(first.settings),
             "versions": dict(first.versions),
             "notes": list(self.notes),
@@ -243,34 +196,24 @@ class Facts:
 
 
 def facts_of(run: Run) -> Facts:
-    """What a run says, in numbers."""
+    """Computes the figures of a run."""
     starts, rates = [], []
     for session, begin in zip(run.sessions, _begins(run), strict=True):
         starts.append(_start(session, begin))
         rates += _rates(session, begin)
-    traces, notes = [], [*run.notes, *what_is_mixed(run)]
+    traces, notes = [], [*run.notes, *mixture_notes(run)]
     for path in run.traces:
         try:
             traces.append(Trace(path.name, read_trace(path)))
         except DataError as error:
             notes.append(str(error))
-    return Facts(
-        run,
-        rates,
-        _with_lost_steps(starts),
-        _parts(run),
-        find_stragglers(run),
-        traces,
-        notes,
-    )
+    starts, stragglers = _with_lost_steps(starts), find_stragglers(run)
+    return Facts(run, rates, starts, _parts(run), stragglers, traces, notes)
 
 
-def epochs_of(run: Run) -> list[Any]:
-    """The epochs, each once, as the last start that made it reports it."""
-    found = {}
-    for session in run.sessions:
-        for epoch in session.first.epochs:
-            found[epoch.epoch] = epoch
+def epochs_of(run: Run) -> list[Epoch]:
+    """The epochs; a repeated one as its last start reported it."""
+    found = {e.epoch: e for session in run.sessions for e in session.first.epochs}
     return [found[number] for number in sorted(found)]
 
 
@@ -280,7 +223,7 @@ def _workers(run: Run) -> Iterable[WorkerRun]:
 
 
 def _begins(run: Run) -> list[float]:
-    """When each start began, since the first; no clock is believed that went back."""
+    """When each start began, since the first; at least the end of the one before."""
     first, reached, found = run.sessions[0].first.start.began_seconds, 0.0, []
     for session in run.sessions:
         begin = max(session.first.start.began_seconds - first, reached)
@@ -289,9 +232,9 @@ def _begins(run: Run) -> list[float]:
     return found
 
 
-def _start(session: Session, begin: float) -> Stretch:
+def _start(session: Session, begin: float) -> Attempt:
     first = session.first
-    return Stretch(
+    return Attempt(
         begin,
         begin + first.last_seconds,
         first.start.workers,
@@ -301,7 +244,7 @@ def _start(session: Session, begin: float) -> Stretch:
     )
 
 
-def _with_lost_steps(starts: Sequence[Stretch]) -> list[Stretch]:
+def _with_lost_steps(starts: Sequence[Attempt]) -> list[Attempt]:
     found = []
     for start, after in zip(starts, [*starts[1:], None], strict=True):
         lost = None
@@ -313,47 +256,42 @@ def _with_lost_steps(starts: Sequence[Stretch]) -> list[Stretch]:
 
 
 def _rates(session: Session, begin: float) -> list[Rate]:
-    return [
-        Rate(
-            begin + each.lines[min(each.lines)].at_seconds,
-            each.lines[min(each.lines)].steps,
-            each.training_seconds,
-            each.samples,
-            each.is_first,
-        )
-        for each in steps_together(session)
-        if each.is_whole
-    ]
+    found = []
+    for each in together.aligned_steps(session):
+        if each.is_whole:
+            line = each.lines[min(each.lines)]
+            at, seconds = begin + line.at_seconds, each.training_seconds
+            found.append(Rate(at, line.steps, seconds, each.samples, each.is_first))
+    return found
 
 
 def _parts(run: Run) -> dict[int, dict[str, float]]:
     found: dict[int, dict[str, float]] = {}
     for session in run.sessions:
-        for each in steps_together(session):
+        for each in together.aligned_steps(session):
             waits = each.waiting_seconds or {}
             for rank, line in each.lines.items():
-                mine = found.setdefault(rank, dict.fromkeys(PARTS, 0.0))
-                parts = parts_of(line, waits.get(rank), each.is_first)
+                mine = found.setdefault(rank, dict.fromkeys(together.PARTS, 0.0))
+                parts = together.parts_of(line, waits.get(rank), each.is_first)
                 for part, seconds in parts.items():
                     mine[part] += seconds
         for rank, worker in session.workers.items():
-            mine = found.setdefault(rank, dict.fromkeys(PARTS, 0.0))
+            mine = found.setdefault(rank, dict.fromkeys(together.PARTS, 0.0))
             for part, seconds in _tail(worker).items():
                 mine[part] += seconds
     return dict(sorted(found.items()))
 
 
 def _tail(worker: WorkerRun) -> dict[str, float]:
-    """What came after the last line of steps: the last validation, callbacks."""
+    """The time after the last line of steps: validation and callbacks."""
     if not worker.steps:
-        return {FIRST: worker.last_seconds}
+        return {together.FIRST: worker.last_seconds}
     last = worker.steps[-1]
     rest = max(0.0, worker.last_seconds - last.at_seconds)
-    validated = sum(
-        epoch.validation_seconds for epoch in worker.epochs if epoch.step >= last.step
-    )
+    late = [epoch for epoch in worker.epochs if epoch.step >= last.step]
+    validated = sum(epoch.validation_seconds for epoch in late)
     validation = min(validated, rest)
-    return {VALIDATION: validation, BETWEEN: rest - validation}
+    return {together.VALIDATION: validation, together.BETWEEN: rest - validation}
 
 
 def _finite(value: Any) -> Any:
@@ -366,22 +304,20 @@ def _finite(value: Any) -> Any:
     return value
 
 
-# Whether what a run's directory holds is of one training.
-
-
-# What a clock, and the time between a line and its writing, may be off.
+# Tolerance for clocks, and for the delay between an event and its line.
 LEAST_OVERLAP_SECONDS = 2.0
 
 
-def what_is_mixed(run: Run) -> Iterator[str]:
-    """Notes where numbers that are added up are of several trainings, in sentences."""
+def mixture_notes(run: Run) -> Iterator[str]:
+    """Notes, in sentences, if the directory holds several trainings."""
     starts = [session.first.start for session in run.sessions]
-    weights = {_weights_of(start.settings.get("model", "")) for start in starts}
-    if len(weights - {""}) > 1:
-        models = " and ".join(sorted(weights - {""}))
+    models = [start.settings.get("model", "") for start in starts]
+    found = [re.search(r"[\d,]+ weights", model) for model in models]
+    weights = {match[0] for match in found if match}
+    if len(weights) > 1:
         yield (
-            f"its starts trained models of {models}: what is said of all of it is a "
-            "mixture. Give each training a directory of its own."
+            f"its starts trained models of {' and '.join(sorted(weights))}: totals mix "
+            "several trainings. Give each training its own directory."
         )
     for before, after in itertools.pairwise(run.sessions):
         first, second = before.first.start, after.first.start
@@ -390,85 +326,59 @@ def what_is_mixed(run: Run) -> Iterator[str]:
         if first.host == second.host and overlap_seconds > LEAST_OVERLAP_SECONDS:
             yield (
                 f"a training began in this directory {overlap_seconds:.0f} s before "
-                "another one ended: what is said of all of it is a mixture. Give "
-                "each training a directory of its own."
+                "another one ended: totals mix several trainings. Give each training "
+                "its own directory."
             )
             return
 
 
-def _weights_of(model: str) -> str:
-    """How many, in words; nothing where that was not known."""
-    found = re.search(r"[\d,]+ weights", model)
-    return found[0] if found else ""
-
-
-# Who was slow, how often, what it cost the others, and in what it was slow.
-
-
-# Of the time of a step: who holds up the others by less is not called slow.
+# Share of the step time: a worker that delays the others by less is no straggler.
 LEAST_SHARE = 0.05
-OWN = (COMPUTING, INPUT, BETWEEN)
+OWN = (together.COMPUTING, together.INPUT, together.BETWEEN)
 
 
 @dataclasses.dataclass(frozen=True)
 class Straggler:
-    """A worker for which others waited.
-
-    Args:
-      worker: its rank.
-      share: of all steps, those in which it was the one.
-      lost_seconds: that each of the others waited for it, on average.
-      lost_share: the same, of the time of all steps.
-      cause: what took it longer than the others: a name of a part; "": none stands out.
-      more_share: by how much longer all that it did itself took it than the median of
-        the others, in the steps in which it was the one.
-    """
+    """A worker for which others waited."""
 
     worker: int
-    share: float
-    lost_seconds: float
-    lost_share: float
-    cause: str
-    more_share: float
+    share: float  # of all steps, those in which it was the last
+    lost_seconds: float  # that each of the others waited for it, on average
+    lost_share: float  # `lost_seconds` as a share of the time of all steps
+    cause: str  # the part that took longer than on the others; "": none stands out
+    more_share: float  # by which its own work exceeded the others' median
 
 
 @dataclasses.dataclass(frozen=True)
 class Stragglers:
-    """What can be said of who was slow.
+    """The stragglers of a run."""
 
-    Args:
-      found: the one that cost most first.
-      waited_seconds: by worker, for others.
-      steps: that were looked at.
-      unknown: why nothing can be said; "": it can.
-    """
-
-    found: Sequence[Straggler]
-    waited_seconds: Mapping[int, float]
-    steps: int
-    unknown: str = ""
+    found: Sequence[Straggler]  # the most expensive first
+    waited_seconds: Mapping[int, float]  # for others, by worker
+    steps: int  # that were examined
+    unknown: str = ""  # why there is no answer; "": there is
 
 
 def find_stragglers(run: Run) -> Stragglers:
-    """Who was slow in a run: the one that came last to exchanges, step by step.
+    """Finds the workers that were last to enter exchanges, step by step.
 
-    In a synchronous training all workers take as long for a step, the slow ones and
-    those that wait for them; what tells them apart is how long each was in exchanges.
+    In a synchronous training a step takes equally long on all workers, slow or waiting;
+    only the time that each spends in exchanges distinguishes them.
     """
     if all(session.first.start.workers == 1 for session in run.sessions):
-        return Stragglers((), {}, 0, "There is one worker: nobody waits for another.")
+        return Stragglers((), {}, 0, "There is one worker, which waits for no other.")
     looked = [
-        together
+        each
         for session in run.sessions
-        for together in steps_together(session)
-        if together.is_whole and not together.is_first
+        for each in together.aligned_steps(session)
+        if each.is_whole and not each.is_first
     ]
     known = [each for each in looked if each.waiting_seconds is not None]
     if not known:
         return Stragglers((), {}, 0, _why_unknown(run))
     seconds = sum(each.seconds for each in known)
     steps = sum(_steps(each) for each in known)
-    slowest: dict[int, list[Together]] = collections.defaultdict(list)
+    slowest: dict[int, list[AlignedSteps]] = collections.defaultdict(list)
     waited: dict[int, float] = collections.defaultdict(float)
     for each in known:
         waits = each.waiting_seconds or {}
@@ -482,27 +392,24 @@ def find_stragglers(run: Run) -> Stragglers:
     return Stragglers(found, dict(sorted(waited.items())), steps)
 
 
-def _steps(together: Together) -> int:
-    return next(iter(together.lines.values())).steps
+def _steps(each: AlignedSteps) -> int:
+    return next(iter(each.lines.values())).steps
 
 
 def _straggler(
-    rank: int, mine: Sequence[Together], steps: int, seconds: float
+    rank: int, mine: Sequence[AlignedSteps], steps: int, seconds: float
 ) -> Straggler:
     lost = 0.0
-    own: dict[int, dict[str, float]] = collections.defaultdict(
-        lambda: dict.fromkeys(OWN, 0.0)
-    )
+    own: dict[int, dict[str, float]] = {}
     for each in mine:
         waits = each.waiting_seconds or {}
         lost += statistics.fmean(wait for r, wait in waits.items() if r != rank)
         for worker, line in each.lines.items():
-            parts = parts_of(line, waits[worker], False)
-            for part in OWN:
-                own[worker][part] += parts[part]
-    others = {
-        part: statistics.median(own[r][part] for r in own if r != rank) for part in OWN
-    }
+            parts = together.parts_of(line, waits[worker], False)
+            so_far = own.setdefault(worker, dict.fromkeys(OWN, 0.0))
+            own[worker] = {part: so_far[part] + parts[part] for part in OWN}
+    median = statistics.median
+    others = {p: median(own[r][p] for r in own if r != rank) for p in OWN}
     more = {part: own[rank][part] - others[part] for part in OWN}
     cause = max(more, key=lambda part: more[part])
     usual = sum(others.values())
@@ -520,11 +427,11 @@ def _why_unknown(run: Run) -> str:
     workers = max(len(session.workers) for session in run.sessions)
     if workers < 2:
         return (
-            "Who was slow cannot be told: the file of one worker alone is here, and "
-            "what tells is how long each one waited for the others."
+            "Stragglers are unknown: the file of one worker alone is here, and finding "
+            "them needs the time that each one waited for the others."
         )
     return (
-        "Who was slow cannot be told: how long exchanges between hosts lasted is known "
-        'over sockets and MPI only (Communication(engine="sockets")), and of steps '
-        "that at least two workers tell of."
+        "Stragglers are unknown: the duration of exchanges between hosts is measured "
+        'over sockets and MPI only (Communication(engine="sockets")), and compared in '
+        "steps that at least two workers recorded."
     )

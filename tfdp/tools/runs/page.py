@@ -1,4 +1,4 @@
-"""A run as one HTML page: pictures in SVG, no script, no other file."""
+"""Renders a run as one HTML page: charts in SVG, no script, no other file."""
 
 from __future__ import annotations
 
@@ -9,16 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from tfdp.tools.report.charts import PART_BARS_STYLE
 from tfdp.tools.report.html_page import TABLE_STYLE, html_page, html_table
-from tfdp.tools.report.text import bytes_in_words, seconds_in_words
-from tfdp.tools.runs import pictures
+from tfdp.tools.report.text import bytes_in_words, format_seconds
+from tfdp.tools.runs import in_words, pictures
 from tfdp.tools.runs.facts import Facts
-from tfdp.tools.runs.in_words import (
-    advice,
-    figures,
-    headline,
-    side_by_side,
-    straggler_in_words,
-)
 
 STYLE = (
     TABLE_STYLE
@@ -43,28 +36,21 @@ PERFETTO = "ui.perfetto.dev"
 
 
 def draw_run(facts: Facts, title: str, folder: str = ".") -> str:
-    """The page of a run.
-
-    Args:
-      facts: of it.
-      title: the heading.
-      folder: of the run, as seen from where the page lies.
-    """
+    """The page of a run; `folder`: the run's directory, relative to the page."""
     rates = pictures.rate_pictures(facts)
-    sizes = [*pictures.memory_pictures(facts), *pictures.bytes_pictures(facts)]
+    sizes = pictures.size_pictures(facts)
     learning = pictures.learning_pictures(facts)
     parts = [
-        f"<p>{html.escape(headline(facts))}</p>",
-        f'<p class="next"><b>Next:</b> {html.escape(advice(facts))}</p>',
+        f"<p>{html.escape(in_words.headline(facts))}</p>",
+        f'<p class="next"><b>Next:</b> {html.escape(in_words.advice(facts))}</p>',
         *_notes(facts),
-        _words("In short", figures(facts)),
+        _text_table("In short", in_words.figures(facts)),
         *_section("Throughput", _row(rates)),
         "<h2>Where the time went</h2>",
-        "<p>Of each worker, without the step in which TensorFlow traces. While "
-        "something is exchanged other threads may compute; how much hides behind "
-        "computing a trace of single steps tells.</p>",
+        "<p>Of each worker, without the step in which TensorFlow traces. Other threads "
+        "may compute during an exchange; a trace of single steps shows how much.</p>",
         pictures.part_picture(facts),
-        "<h2>Who was slow</h2>",
+        "<h2>Stragglers</h2>",
         *_stragglers(facts),
         *_traces(facts, folder),
         *_section("Memory, and what is sent", _row(sizes)),
@@ -75,13 +61,8 @@ def draw_run(facts: Facts, title: str, folder: str = ".") -> str:
 
 
 def draw_comparison(runs: Sequence[tuple[str, Facts]], title: str) -> str:
-    """The page of several runs side by side.
-
-    Args:
-      runs: their names, each once, and what they were.
-      title: the heading.
-    """
-    titles, *rows = side_by_side(runs)
+    """The page that compares runs, given as (unique name, figures)."""
+    titles, *rows = in_words.side_by_side(runs)
     return html_page(
         title,
         f'<div class="wide words">{html_table("Side by side", titles, rows)}</div>',
@@ -100,14 +81,17 @@ def _section(heading: str, content: str) -> list[str]:
     return [f"<h2>{heading}</h2>", content] if content else []
 
 
-def _words(heading: str, rows: Sequence[tuple[str, str]]) -> str:
+def _text_table(heading: str, rows: Sequence[tuple[str, str]]) -> str:
     return f'<div class="wide words">{html_table(heading, ("", ""), rows)}</div>'
+
+
+def _items(texts: Sequence[str]) -> str:
+    return "".join(f"<li>{html.escape(text)}</li>" for text in texts)
 
 
 def _notes(facts: Facts) -> Iterator[str]:
     if facts.notes:
-        listed = "".join(f"<li>{html.escape(note)}</li>" for note in facts.notes)
-        yield f"<h2>Missing or damaged</h2>\n<ul>{listed}</ul>"
+        yield f"<h2>Missing or damaged</h2>\n<ul>{_items(facts.notes)}</ul>"
 
 
 def _stragglers(facts: Facts) -> Iterator[str]:
@@ -115,14 +99,12 @@ def _stragglers(facts: Facts) -> Iterator[str]:
     if stragglers.unknown:
         yield f"<p>{html.escape(stragglers.unknown)}</p>"
         return
-    found = [*map(straggler_in_words, stragglers.found[:MOST_STRAGGLERS])]
-    said = found or ["No worker held up the others by more than 5% of a step."]
-    listed = "".join(f"<li>{html.escape(each)}</li>" for each in said)
-    yield f"<ul>{listed}</ul>"
+    found = [*map(in_words.describe_straggler, stragglers.found[:MOST_STRAGGLERS])]
+    found = found or ["No worker held up the others by more than 5% of a step."]
+    yield f"<ul>{_items(found)}</ul>"
     yield (
-        "<p>Who waits least is the one that others wait for. Replicas of one host are "
-        "told apart by a trace only, and so is who is late within a step more than "
-        "once.</p>"
+        "<p>The others wait for the worker that waits least. Only a trace shows the "
+        "replicas of one host, and several delays within a step.</p>"
     )
     yield pictures.wait_picture(facts)
 
@@ -135,16 +117,16 @@ def _traces(facts: Facts, folder: str) -> Iterator[str]:
         path = urllib.parse.quote(f"{folder}/{trace.name}")
         name = html.escape(trace.name)
         yield (
-            f'<p><a href="{html.escape(path)}">{name}</a>, which {PERFETTO} opens: '
-            "every op on every thread.</p>"
+            f'<p><a href="{html.escape(path)}">{name}</a>: every op on every thread, '
+            f"for {PERFETTO}.</p>"
         )
         yield pictures.trace_picture(trace.replicas)
 
 
 def _tables(facts: Facts) -> Iterator[str]:
     last = facts.run.sessions[-1]
-    yield _words("Settings", list(last.first.start.settings.items()))
-    yield _words("Versions", list(last.first.start.versions.items()))
+    yield _text_table("Settings", list(last.first.start.settings.items()))
+    yield _text_table("Versions", list(last.first.start.versions.items()))
     columns: dict[str, Mapping[int, float]] = {
         "memory at most": facts.most("peak_bytes"),
         "sent within hosts": facts.per_step("within_bytes"),
@@ -155,9 +137,8 @@ def _tables(facts: Facts) -> Iterator[str]:
         machine = worker.start.machine
         found = [column.get(rank) for column in columns.values()]
         sizes = ["-" if size is None else bytes_in_words(size) for size in found]
-        cores, processor = machine.get("usable_cores", "-"), machine.get("processor")
-        words = [worker.start.host, processor or "-", cores]
-        rows.append([f"{rank}", *words, *sizes])
+        words = [machine.get(name) or "-" for name in ("processor", "usable_cores")]
+        rows.append([f"{rank}", worker.start.host, *words, *sizes])
     titles = ["worker", "host", "processor", "cores", *columns]
     yield f'<div class="wide">{html_table("Workers", titles, rows)}</div>'
     yield _starts(facts)
@@ -170,11 +151,11 @@ def _starts(facts: Facts) -> str:
         rows.append(
             [
                 _date(began),
-                seconds_in_words(start.to_seconds - start.from_seconds),
+                format_seconds(start.to_seconds - start.from_seconds),
                 f"{start.workers}",
                 "-" if start.first_step is None else f"{start.first_step:,}",
                 f"{start.steps:,}",
-                "as it should" if start.has_ended else "no end was written",
+                "normally" if start.has_ended else "no end was written",
                 "-" if start.lost_steps is None else f"{start.lost_steps:,}",
             ]
         )

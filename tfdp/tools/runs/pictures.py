@@ -1,11 +1,11 @@
-"""The pictures of a run: each a piece of HTML for its page."""
+"""The charts of a run, each as HTML for its page."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from tfdp.tools.report.charts import (
     COLOURS,
@@ -17,30 +17,14 @@ from tfdp.tools.report.charts import (
 )
 from tfdp.tools.report.html_page import legend
 from tfdp.tools.report.learning_curve import draw_panel
-from tfdp.tools.report.text import seconds_in_words
-from tfdp.tools.runs.entries import Steps
+from tfdp.tools.report.text import format_seconds
 from tfdp.tools.runs.facts import Facts, Rate, epochs_of, merged
-from tfdp.tools.runs.together import (
-    BETWEEN,
-    COMPUTING,
-    FIRST,
-    INPUT,
-    SENDING,
-    VALIDATION,
-    WAITING,
-)
+from tfdp.tools.runs.together import COMPUTING, FIRST, PARTS, WAITING
 from tfdp.tools.runs.traces import ReplicaTrace
 
-# In the order of drawing.
-PART_COLOURS = {
-    COMPUTING: "#9dbbdb",
-    SENDING: "#7a4fa0",
-    WAITING: "#c2571a",
-    INPUT: "#d9a521",
-    BETWEEN: "#777777",
-    VALIDATION: "#2f7d4f",
-    FIRST: "#cccccc",
-}
+COLOURS_OF_PARTS = "#9dbbdb #7a4fa0 #c2571a #d9a521 #777777 #2f7d4f #cccccc".split()
+PART_COLOURS = dict(zip(PARTS, COLOURS_OF_PARTS, strict=True))
+STEADY_COLOURS = {part: PART_COLOURS[part] for part in PARTS if part != FIRST}
 TRACE_COLOURS = {
     "computing": "#9dbbdb",
     "exchange behind computing": "#7a4fa0",
@@ -49,21 +33,20 @@ TRACE_COLOURS = {
     "nothing": "#dddddd",
 }
 MOST_BARS, MOST_PANELS = 64, 24
-# Of the line of a rate: what is shorter is noise.
+# Points of a rate; finer ones show noise.
 MOST_RATES = 100
 MOST_RUNS = len(COLOURS)
-UNITS = (
-    (2 * 86400.0, 86400.0, "days"),
-    (7200.0, 3600.0, "hours"),
-    (120.0, 60.0, "min"),
-)
+# (from this many seconds on, seconds of the unit, its name)
+UNITS = ((172800, 86400.0, "days"), (7200, 3600.0, "hours"), (120, 60.0, "min"))
 
 
 def rate_pictures(facts: Facts) -> list[str]:
-    """Samples per second, and the time of a step, over the time of the run."""
+    """Samples per second, and the duration of a step, over the run's time."""
     unit, name = _time_unit(facts.seconds)
     marks = [(start.from_seconds / unit, "started again") for start in facts.starts[1:]]
     rates, steps = list[Point](), list[Point]()
+    known = facts.samples_per_second is not None
+    rate_name = "samples per second" if known else "steps per second"
     for stretch in _stretches(facts):
         if rates:
             rates.append((rates[-1][0], math.nan))
@@ -75,36 +58,35 @@ def rate_pictures(facts: Facts) -> list[str]:
             steps += [(end_seconds / unit, step_ms) for end_seconds in ends]
     return [
         draw_chart(Chart(title, {"": points}, name, marks=marks, from_zero=True))
-        for title, points in ((_rate_name(facts), rates), ("ms per step", steps))
+        for title, points in ((rate_name, rates), ("ms per step", steps))
         if points
     ]
 
 
 def part_picture(facts: Facts) -> str:
-    """Where the time of each worker went, without the steps in which it traced."""
-    shown = {part: PART_COLOURS[part] for part in PART_COLOURS if part != FIRST}
+    """Where the time of each worker went, without steps in which it traced."""
     bars = []
     for rank, parts in facts.part_seconds.items():
-        mine = {part: parts[part] for part in shown}
+        mine = {part: parts[part] for part in STEADY_COLOURS}
         total = sum(mine.values())
         share = mine[COMPUTING] / total if total else 0.0
-        end = f"{seconds_in_words(total)}, {share:.0%} computing"
+        end = f"{format_seconds(total)}, {share:.0%} computing"
         bars.append((f"worker {rank}", end, mine))
-    return legend(shown) + _bars(bars, shown, "s")
+    return legend(STEADY_COLOURS) + _bars(bars, STEADY_COLOURS, "s")
 
 
 def wait_picture(facts: Facts) -> str:
-    """How long each worker waited for others; short: the others waited for it."""
+    """How long each worker waited for others; the others wait for the lowest."""
     found = facts.stragglers.waited_seconds
     bars = [
-        (f"worker {rank}", f"waited {seconds_in_words(seconds)}", {WAITING: seconds})
+        (f"worker {rank}", f"waited {format_seconds(seconds)}", {WAITING: seconds})
         for rank, seconds in found.items()
     ]
     return _bars(bars, {WAITING: PART_COLOURS[WAITING]}, "s")
 
 
 def trace_picture(replicas: Sequence[ReplicaTrace]) -> str:
-    """What each replica did in the steps of a trace."""
+    """The parts of each replica's time in the steps of a trace."""
     bars = []
     for replica in replicas:
         hidden = replica.hidden_share
@@ -114,34 +96,23 @@ def trace_picture(replicas: Sequence[ReplicaTrace]) -> str:
     return legend(TRACE_COLOURS) + _bars(bars, TRACE_COLOURS, "ms")
 
 
-def memory_pictures(facts: Facts) -> list[str]:
-    """Memory over the time, of the host and of GPUs."""
-    pictures = []
-    for field, title in (
-        ("resident_bytes", "memory of the process in GB"),
-        ("device_bytes", "memory of the fullest GPU in GB"),
-    ):
-        if drawn := _over_time(facts, field, title, lambda line, v: v / 1e9):
-            pictures.append(drawn)
-    return pictures
-
-
-def bytes_pictures(facts: Facts) -> list[str]:
-    """What a step sends over the time, where anything is sent."""
-    pictures = []
-    for field, title in (
-        ("within_bytes", "MB per step within hosts"),
-        ("between_bytes", "MB per step between hosts"),
-    ):
-        if not any(facts.per_step(field).values()):
-            continue
-        drawn = _over_time(facts, field, title, lambda line, v: v / line.steps / 1e6)
-        pictures.append(drawn or "")
-    return pictures
+def size_pictures(facts: Facts) -> list[str]:
+    """Memory of the host and of GPUs, and bytes sent per step, over time."""
+    titles = {
+        "resident_bytes": "memory of the process in GB",
+        "device_bytes": "memory of the fullest GPU in GB",
+        "within_bytes": "MB per step within hosts",
+        "between_bytes": "MB per step between hosts",
+    }
+    return [
+        _over_time(facts, field, title)
+        for field, title in titles.items()
+        if any(facts.per_step(field).values())
+    ]
 
 
 def learning_pictures(facts: Facts) -> list[str]:
-    """The loss step by step, and what Keras reports of epochs."""
+    """The loss step by step, and Keras' metrics of epochs."""
     pictures = []
     points: list[Point] = []
     done = 0
@@ -149,12 +120,10 @@ def learning_pictures(facts: Facts) -> list[str]:
         if points:
             points.append((points[-1][0], math.nan))
         done = session.first.first_step or done
-        mine: list[Point] = []
-        for line in session.first.steps:
-            if line.loss is not None:
-                mine.append((float(done + line.step), line.loss))
-        points += thinned(mine)
-        done += session.first.steps[-1].step if session.first.steps else 0
+        steps = session.first.steps
+        losses = [(float(done + s.step), s.loss) for s in steps if s.loss is not None]
+        points += thinned(losses)
+        done += steps[-1].step if steps else 0
     if points:
         title = "loss (of the epoch so far)"
         pictures.append(draw_chart(Chart(title, {"": points}, "steps")))
@@ -176,25 +145,24 @@ def learning_pictures(facts: Facts) -> list[str]:
 
 
 def compared_bars(runs: Sequence[tuple[str, Facts]]) -> str:
-    """Where the time of a step went, of the mean worker of each run."""
-    shown = {part: PART_COLOURS[part] for part in PART_COLOURS if part != FIRST}
+    """Where the time of a step went, on the mean worker of each run."""
     bars = []
     for name, facts in runs:
         count = max(1, facts.steps) * max(1, len(facts.part_seconds))
         workers = facts.part_seconds.values()
-        parts = {p: 1e3 * sum(each[p] for each in workers) / count for p in shown}
+        parts = {p: 1e3 * sum(w[p] for w in workers) / count for p in STEADY_COLOURS}
         bars.append((name, f"{sum(parts.values()):.4g} ms per step", parts))
-    return legend(shown) + part_bars(bars, shown, "ms")
+    return legend(STEADY_COLOURS) + part_bars(bars, STEADY_COLOURS, "ms")
 
 
 def compared_pictures(runs: Sequence[tuple[str, Facts]]) -> list[str]:
-    """Throughput and metrics of runs, as many as there are colours."""
+    """Throughput and metrics of the first runs, one colour each."""
     runs = runs[:MOST_RUNS]
     rates, metrics = {}, dict[str, dict[str, list[Point]]]()
     for name, facts in runs:
-        seen = [rate for stretch in _stretches(facts) for rate in stretch]
-        steps = itertools.accumulate(rate.steps for rate in seen)
-        speeds = [_speed(facts, rate) for rate in seen]
+        rates_of_run = [rate for stretch in _stretches(facts) for rate in stretch]
+        steps = itertools.accumulate(rate.steps for rate in rates_of_run)
+        speeds = [_speed(facts, rate) for rate in rates_of_run]
         rates[name] = list(zip(map(float, steps), speeds, strict=True))
         for epoch in epochs_of(facts.run):
             for metric, value in epoch.logs.items():
@@ -214,15 +182,10 @@ def _bars(
     colours: Mapping[str, str],
     unit: str,
 ) -> str:
-    """No more than people look at: the first ones."""
+    """Draws the first `MOST_BARS` bars."""
     drawn = part_bars(bars[:MOST_BARS], colours, unit)
     more = len(bars) - MOST_BARS
     return drawn + (f"<p>{more} more are not drawn.</p>" if more > 0 else "")
-
-
-def _rate_name(facts: Facts) -> str:
-    known = facts.samples_per_second is not None
-    return "samples per second" if known else "steps per second"
 
 
 def _speed(facts: Facts, rate: Rate) -> float:
@@ -232,7 +195,7 @@ def _speed(facts: Facts, rate: Rate) -> float:
 
 
 def _stretches(facts: Facts) -> list[list[Rate]]:
-    """The steady rates of each start that has any, merged to what can be seen."""
+    """The steady rates of each start that has any, merged to a visible width."""
     width = math.ceil(len(facts.steady) / MOST_RATES)
     found = []
     for start in facts.starts:
@@ -248,16 +211,12 @@ def _stretches(facts: Facts) -> list[list[Rate]]:
 
 
 def _time_unit(seconds: float) -> tuple[float, str]:
-    for least, unit, name in UNITS:
-        if seconds >= least:
-            return unit, name
-    return 1.0, "seconds"
+    found = [(unit, name) for least, unit, name in UNITS if seconds >= least]
+    return found[0] if found else (1.0, "seconds")
 
 
-def _over_time(
-    facts: Facts, field: str, title: str, value: Callable[[Steps, float], float]
-) -> str | None:
-    """A line for each worker; of more than four the least, the median and the most."""
+def _over_time(facts: Facts, field: str, title: str) -> str:
+    """A line per worker; for more than four the least, the median and the most."""
     unit, name = _time_unit(facts.seconds)
     lines: dict[str, list[Point]] = {}
     for session, start in zip(facts.run.sessions, facts.starts, strict=True):
@@ -266,31 +225,25 @@ def _over_time(
             for line in worker.steps:
                 found = getattr(line, field)
                 if found is not None:
+                    is_memory = title.endswith("GB")
+                    value = found / 1e9 if is_memory else found / line.steps / 1e6
                     at_seconds = start.from_seconds + line.at_seconds
-                    mine.append((at_seconds / unit, value(line, found)))
+                    mine.append((at_seconds / unit, value))
             if mine:
                 points = lines.setdefault(f"worker {rank}", [])
-                # No line over the time between two starts.
+                # A gap between two starts.
                 points += [(points[-1][0], math.nan)] if points else []
                 points += thinned(mine)
-    if not lines:
-        return None
     if len(lines) > len(COLOURS):
         lines = _spread(list(lines.values()))
     return draw_chart(Chart(title, lines, name, from_zero=True))
 
 
 def _spread(lines: Sequence[Sequence[Point]]) -> dict[str, list[Point]]:
-    shortest = min(map(len, lines))
     found: dict[str, list[Point]] = {"least": [], "median": [], "most": []}
-    for number in range(shortest):
-        here = [line[number] for line in lines]
+    for here in zip(*lines, strict=False):
         values = sorted(y for _, y in here)
-        place = here[0][0]
-        for name, y in (
-            ("least", values[0]),
-            ("median", statistics.median(values)),
-            ("most", values[-1]),
-        ):
-            found[name].append((place, y))
+        picked = (values[0], statistics.median(values), values[-1])
+        for points, y in zip(found.values(), picked, strict=True):
+            points.append((here[0][0], y))
     return found

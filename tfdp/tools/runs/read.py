@@ -1,8 +1,7 @@
-"""Reads the directory of a run: whatever lies in it, an error or what it says.
+"""Reads the directory of a run, in which any file may be damaged or foreign.
 
-The files may come from killed processes, full disks, other programs and strangers. No
-link or pipe is waited for, no more is read than the limits, and what means nothing is
-left out and told.
+Files may come from killed processes, full disks, other programs or attackers: no link
+or pipe blocks, reads are limited, and invalid content is skipped and reported.
 """
 
 from __future__ import annotations
@@ -23,38 +22,26 @@ from tfdp.tools.runs.run_file import name_of_file
 FILE = re.compile(r"worker-(0|[1-9]\d{0,6})\.jsonl")
 TRACE_ENDING = ".trace.json"
 MOST_FILE_BYTES, MOST_LINES = 2**28, 500_000
-MOST_TRACES, MOST_TOLD = 64, 20
+MOST_TRACES, MOST_NOTES = 64, 20
 
 
 @dataclasses.dataclass
 class WorkerRun:
-    """What one worker has told of one start.
-
-    Args:
-      start: its first line.
-      steps, epochs: in their order.
-      end: None: the process was killed, or trains on.
-    """
+    """The record of one worker of one start."""
 
     start: Start
-    steps: list[Steps] = dataclasses.field(default_factory=list)
+    steps: list[Steps] = dataclasses.field(default_factory=list)  # in order
     epochs: list[Epoch] = dataclasses.field(default_factory=list)
-    end: End | None = None
+    end: End | None = None  # None: the process was killed, or still trains
 
     @property
     def last_seconds(self) -> float:
-        """When it was last heard of, since its start."""
-        told: list[Steps | Epoch | End] = [*self.steps[-1:], *self.epochs[-1:]]
-        if self.end is not None:
-            told.append(self.end)
-        return max((entry.at_seconds for entry in told), default=0.0)
+        last = (*self.steps[-1:], *self.epochs[-1:], self.end)
+        return max((entry.at_seconds for entry in last if entry), default=0.0)
 
     @property
     def first_step(self) -> int | None:
-        """How many steps the training had made before; None: not known.
-
-        By the place in the data of the first line, which a training that goes on has.
-        """
+        """Steps of the training before this start, by its first line; None: unknown."""
         if not self.steps:
             return None
         first, per_epoch = self.steps[0], self.start.steps_per_epoch
@@ -65,91 +52,62 @@ class WorkerRun:
 
 @dataclasses.dataclass
 class Session:
-    """What all workers have told of one start.
+    """The records of all workers of one start."""
 
-    Args:
-      workers: by rank, those whose files are there.
-    """
-
-    workers: dict[int, WorkerRun]
+    workers: dict[int, WorkerRun]  # by rank; only those with files
 
     @property
     def first(self) -> WorkerRun:
-        """The lowest rank that is there."""
         return self.workers[min(self.workers)]
 
     @property
     def missing(self) -> list[int]:
-        """The ranks whose files are not there."""
-        return [
-            rank for rank in range(self.first.start.workers) if rank not in self.workers
-        ]
+        return sorted(set(range(self.first.start.workers)) - set(self.workers))
 
 
 @dataclasses.dataclass
 class Run:
-    """A run, as far as it can be read.
-
-    Args:
-      directory: where it lies.
-      sessions: every start, the first one first; at least one.
-      traces: of `StepTimeline`, in the same directory.
-      notes: what is missing or damaged, in sentences.
-    """
+    """A run, as far as it is readable."""
 
     directory: Path
-    sessions: list[Session]
-    traces: list[Path]
-    notes: list[str]
+    sessions: list[Session]  # every start, in order; at least one
+    traces: list[Path]  # of `StepTimeline`
+    notes: list[str]  # what is missing or damaged, in sentences
 
 
-def is_read(name: str) -> bool:
-    """Whether `read_run` takes a file of this name in a run's directory for its record.
-
-    >>> is_read("worker-0.jsonl"), is_read("report.html")
-    (True, False)
-    """
+def is_record_file(name: str) -> bool:
+    """Whether `read_run` reads a file of this name."""
     return FILE.fullmatch(name) is not None or name.endswith(TRACE_ENDING)
 
 
 def read_run(directory: str | os.PathLike[str]) -> Run:
-    """What `tfdp.callbacks.RunRecord` has written.
-
-    Args:
-      directory: that it was given.
-
-    Raises:
-      DataError: there is no such directory, or nothing of a run in it that can be read.
-    """
+    """Reads the directory of a `RunRecord`; raises DataError without a readable run."""
     folder = Path(directory)
     notes: list[str] = []
-    told: dict[str, dict[int, WorkerRun]] = {}
+    found: dict[str, dict[int, WorkerRun]] = {}
     names = _names_in(folder)
-    workers = sorted(int(m[1]) for name in names if (m := FILE.fullmatch(name)))
-    for worker in workers:
+    for worker in sorted(int(m[1]) for name in names if (m := FILE.fullmatch(name))):
         for key, mine in _read_file(folder, worker, notes).items():
-            told.setdefault(key, {})[worker] = mine
-    if not told:
+            found.setdefault(key, {})[worker] = mine
+    if not found:
         raise DataError(
             f"{folder} has no run that can be read. "
             + (f"{' '.join(notes)} " if notes else "")
             + "Give the directory of a tfdp.callbacks.RunRecord, which holds "
             f"{name_of_file(0)}."
         )
-    sessions = [Session(dict(sorted(workers.items()))) for workers in told.values()]
+    sessions = [Session(dict(sorted(workers.items()))) for workers in found.values()]
     sessions.sort(key=lambda session: session.first.start.began_seconds)
     for session in sessions:
         if session.missing:
             notes.append(_missing(session))
-    # Other names could not be printed.
-    named = [name for name in names if name.isprintable()]
-    traces = [name for name in named if name.endswith(TRACE_ENDING)]
+    traces = [n for n in names if n.isprintable() and n.endswith(TRACE_ENDING)]
     if len(traces) > MOST_TRACES:
         notes.append(f"Of {len(traces)} traces {MOST_TRACES} are shown.")
     paths = [folder / name for name in traces[:MOST_TRACES]]
-    if len(notes) > MOST_TOLD:
-        more = len(notes) - MOST_TOLD
-        notes = [*notes[:MOST_TOLD], f"And {more} more of this kind."]
+    if len(notes) > MOST_NOTES:
+        more = len(notes) - MOST_NOTES
+        notes = [*notes[:MOST_NOTES], f"And {more} more of this kind."]
     return Run(folder, sessions, paths, notes)
 
 
@@ -179,13 +137,13 @@ def _missing(session: Session) -> str:
 
 
 def _read_file(folder: Path, worker: int, notes: list[str]) -> dict[str, WorkerRun]:
-    """What a file says, by session; what is wrong with it goes into `notes`."""
+    """Reads a file, by session; adds its problems to `notes`."""
     name = name_of_file(worker)
     found: dict[str, WorkerRun] = {}
-    damaged, homeless, unknown, lines, first_reason = 0, 0, 0, 0, ""
+    damaged, orphaned, unknown, lines, first_reason = 0, 0, 0, 0, ""
     is_torn = False
     try:
-        with _opened(folder / name) as file:
+        with _open_regular_file(folder / name) as file:
             for lines, line in enumerate(_lines(file), start=1):
                 if not line.strip():
                     continue
@@ -198,17 +156,17 @@ def _read_file(folder: Path, worker: int, notes: list[str]) -> dict[str, WorkerR
                     continue
                 if entry is None:
                     unknown += 1
-                elif not _take(entry, worker, found):
-                    homeless += 1
+                elif not _add_entry(entry, worker, found):
+                    orphaned += 1
     except OSError as error:
         notes.append(f"{name} cannot be read ({error.strerror or error}).")
     except ValueError as error:
         notes.append(f"{name} is read in part: {error}.")
     if is_torn:
-        notes.append(f"{name} ends within a line: its process was killed, or writes.")
+        notes.append(f"{name} ends within a line: its process was killed or writes.")
     for count, what in (
         (damaged, f"damaged and left out ({first_reason:.200})"),
-        (homeless, "of no start that can be read, and left out"),
+        (orphaned, "of no start that can be read, and left out"),
         (unknown, "of a kind that this version does not know, and left out"),
     ):
         if count:
@@ -220,8 +178,8 @@ def _read_file(folder: Path, worker: int, notes: list[str]) -> dict[str, WorkerR
     return found
 
 
-def _take(entry: Entry, worker: int, found: dict[str, WorkerRun]) -> bool:
-    """Puts an entry where it belongs; False: nowhere."""
+def _add_entry(entry: Entry, worker: int, found: dict[str, WorkerRun]) -> bool:
+    """Adds an entry to its session; False: it has none."""
     if isinstance(entry, Start):
         if entry.worker != worker or entry.workers <= worker or entry.session in found:
             return False
@@ -240,7 +198,7 @@ def _take(entry: Entry, worker: int, found: dict[str, WorkerRun]) -> bool:
 
 
 def _in_order(steps: list[Steps]) -> list[Steps]:
-    """By step, each step once."""
+    """Sorted by step, without duplicates."""
     ordered: list[Steps] = []
     for entry in sorted(steps, key=lambda entry: entry.step):
         if not ordered or entry.step - entry.steps >= ordered[-1].step:
@@ -248,7 +206,7 @@ def _in_order(steps: list[Steps]) -> list[Steps]:
     return ordered
 
 
-def _opened(path: Path) -> BinaryIO:
+def _open_regular_file(path: Path) -> BinaryIO:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -257,11 +215,7 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
-    """The lines; of one that is too long the beginning, which has no checksum.
-
-    Raises:
-      ValueError: when there are too many, or too many bytes.
-    """
+    """Yields lines, overlong ones without checksum; raises ValueError at limits."""
     size_bytes = 0
     for number in range(MOST_LINES + 1):
         line = file.readline(MOST_LINE_BYTES)

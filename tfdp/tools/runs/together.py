@@ -1,4 +1,4 @@
-"""The lines of all workers of a start side by side: the same steps, theirs each."""
+"""Aligns the lines of all workers of a start, step by step."""
 
 from __future__ import annotations
 
@@ -16,49 +16,39 @@ SENDING = "exchanging"
 WAITING = "waiting for workers"
 BETWEEN = "between steps"
 VALIDATION = "validation"
-#: Where the time of a worker goes, in the order in which it is drawn.
+#: The parts of a worker's time, in the order of drawing.
 PARTS = (COMPUTING, SENDING, WAITING, INPUT, BETWEEN, VALIDATION, FIRST)
 
 
 @dataclasses.dataclass(frozen=True)
-class Together:
-    """The same steps of all workers of a start that tell of them.
+class AlignedSteps:
+    """The same steps on all workers that recorded them."""
 
-    Args:
-      lines: by rank.
-      is_first: whether TensorFlow traced in them.
-      is_whole: whether all workers tell of them that tell of anything.
-    """
-
-    lines: Mapping[int, Steps]
-    is_first: bool
-    is_whole: bool
+    lines: Mapping[int, Steps]  # by rank
+    is_first: bool  # TensorFlow traced in them
+    is_whole: bool  # all workers with a record recorded them
 
     @property
     def seconds(self) -> float:
-        """How long they took: all workers go through steps together."""
+        """How long they took: all workers run steps in lockstep."""
         return max(line.seconds for line in self.lines.values())
 
     @property
     def training_seconds(self) -> float:
-        """The same without validation."""
-        return max(
-            line.seconds - line.validation_seconds for line in self.lines.values()
-        )
+        return max(s.seconds - s.validation_seconds for s in self.lines.values())
 
     @property
     def samples(self) -> int | None:
-        """Of all workers that tell; None: one does not know."""
+        """Of all recorded workers; None: unknown for one of them."""
         found = [line.samples for line in self.lines.values()]
-        known = [each for each in found if each is not None]
-        return sum(known) if len(known) == len(found) else None
+        return None if None in found else sum(found)  # type: ignore[arg-type]
 
     @property
     def waiting_seconds(self) -> dict[int, float] | None:
-        """How long each worker waited for the one that came last to exchanges.
+        """How long each worker waited for the last one to enter exchanges.
 
-        An exchange ends for all of them at about the same time, and who comes last is
-        in it for the shortest. None: a worker does not know, or is alone.
+        An exchange ends on all workers at about the same time, so the last to enter
+        spends the least time in it. None: unknown for one worker, or there is only one.
         """
         found = {rank: line.exchange_seconds for rank, line in self.lines.items()}
         known = {rank: each for rank, each in found.items() if each is not None}
@@ -68,26 +58,26 @@ class Together:
         return {rank: each - least for rank, each in known.items()}
 
 
-def steps_together(session: Session) -> Iterator[Together]:
-    """The steps of a start, in their order."""
+def aligned_steps(session: Session) -> Iterator[AlignedSteps]:
+    """The steps of a start, in order."""
     by_step: dict[tuple[int, int], dict[int, Steps]] = collections.defaultdict(dict)
     for rank, worker in session.workers.items():
         for line in worker.steps:
             by_step[line.step, line.steps][rank] = line
-    tell = sum(bool(worker.steps) for worker in session.workers.values())
+    recorded = sum(bool(worker.steps) for worker in session.workers.values())
     for (step, steps), lines in sorted(by_step.items()):
-        yield Together(lines, step == steps, len(lines) == tell)
+        yield AlignedSteps(lines, step == steps, len(lines) == recorded)
 
 
 def parts_of(
     line: Steps, waiting_seconds: float | None, is_first: bool
 ) -> dict[str, float]:
-    """Where the time of a line went; together its seconds.
+    """Splits the time of a line into parts, which add up to its seconds.
 
     Args:
       line: of a worker.
-      waiting_seconds: for other workers, of its time in exchanges; None: not known,
-        all of it counts as exchanging.
+      waiting_seconds: of its exchange time, spent waiting for other workers; None:
+        unknown, and all of it counts as exchanging.
       is_first: whether TensorFlow traced in it.
     """
     within = min(line.step_seconds, line.seconds)

@@ -1,4 +1,4 @@
-"""What a trace of `StepTimeline` tells of each replica: which part took how long."""
+"""Reads a trace of `StepTimeline`: the time of each part, per replica."""
 
 from __future__ import annotations
 
@@ -13,61 +13,37 @@ from typing import Any
 from tfdp.checks import is_number
 from tfdp.errors import DataError
 from tfdp.files.checked_json import is_count, parse_json
-from tfdp.tools.report.timeline_page import (
-    EXCHANGES,
-    UPDATE,
-    Span,
-    both,
-    joined,
-    length,
-    without,
-)
+from tfdp.tools.report import timeline_page as timeline
 
 MOST_BYTES, MOST_EVENTS = 2**28, 2_000_000
-# Beyond it the difference of two times is rounded to microseconds.
+# Above this, differences of float64 times lose microseconds.
 MOST_US = 1e15
-PARTS = (
-    "computing",
-    "exchange behind computing",
-    "exchange alone",
-    "update of weights",
-    "nothing",
-)
 
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaTrace:
-    """What the threads of one replica did in the steps of a trace.
-
-    Args:
-      rank: of the replica.
-      part_seconds: by name, in the order of PARTS; together the time of the trace.
-    """
+    """The threads of one replica in the steps of a trace."""
 
     rank: int
-    part_seconds: Mapping[str, float]
+    part_seconds: Mapping[str, float]  # add up to the duration of the trace
 
     @property
     def hidden_share(self) -> float | None:
-        """Of the exchanges' time, that in which the replica computed; None: no time."""
+        """Share of the exchange time that overlaps computing; None: no exchanges."""
         hidden = self.part_seconds["exchange behind computing"]
         total = hidden + self.part_seconds["exchange alone"]
         return hidden / total if total else None
 
 
 def read_trace(path: str | os.PathLike[str]) -> list[ReplicaTrace]:
-    """The replicas of a trace, by rank.
-
-    Raises:
-      DataError: the file is missing, too large, damaged, or no trace of `StepTimeline`.
-    """
+    """The replicas of a trace, by rank; raises DataError if it is not a valid trace."""
     try:
         events = _events(_content(Path(path)))
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}).") from error
     except ValueError as error:
         raise DataError(
-            f"{path}: {error}. It is no trace that tfdp.callbacks.StepTimeline wrote."
+            f"{path}: {error}. It is not a trace of tfdp.callbacks.StepTimeline."
         ) from None
     first = min(start for spans in events.values() for start, _, _ in spans)
     last = max(stop for spans in events.values() for _, stop, _ in spans)
@@ -103,14 +79,14 @@ def _events(content: Any) -> dict[int, list[tuple[float, float, str]]]:
         arguments = event.get("args")
         rank: Any = arguments.get("replica") if isinstance(arguments, dict) else None
         if rank is None:
-            continue  # the input's
+            continue  # of the input pipeline
         if not (is_count(rank) and isinstance(kind, str)):
-            raise ValueError("an event is of no replica")
+            raise ValueError("an event has no replica")
         if not (_is_time(start) and _is_time(duration)):
             raise ValueError("an event has no time")
         found.setdefault(rank, []).append((start, start + duration, kind))
     if not found:
-        raise ValueError("no event is of a replica")
+        raise ValueError("no event has a replica")
     return found
 
 
@@ -119,22 +95,23 @@ def _is_time(value: Any) -> bool:
 
 
 def _parts(events: list[tuple[float, float, str]], seconds: float) -> dict[str, float]:
-    exchanges = frozenset(EXCHANGES.values())
+    exchanges = frozenset(timeline.EXCHANGES.values())
 
-    def spans(*, exchange: bool = False, update: bool = False) -> list[Span]:
-        return joined(
+    def spans(*, exchange: bool = False, update: bool = False) -> list[timeline.Span]:
+        return timeline.joined(
             (start, stop)
             for start, stop, kind in events
-            if (kind in exchanges, kind == UPDATE) == (exchange, update)
+            if (kind in exchanges, kind == timeline.UPDATE) == (exchange, update)
         )
 
     computing, exchange = spans(), spans(exchange=True)
-    update = without(spans(update=True), computing)
-    busy = joined([*computing, *update])
+    update = timeline.without(spans(update=True), computing)
+    busy = timeline.joined([*computing, *update])
     parts = {
-        "computing": length(without(computing, exchange)) / 1e6,
-        "exchange behind computing": length(both(exchange, busy)) / 1e6,
-        "exchange alone": length(without(exchange, busy)) / 1e6,
-        "update of weights": length(without(update, exchange)) / 1e6,
+        "computing": timeline.length(timeline.without(computing, exchange)) / 1e6,
+        "exchange behind computing": timeline.length(timeline.both(exchange, busy))
+        / 1e6,
+        "exchange alone": timeline.length(timeline.without(exchange, busy)) / 1e6,
+        "update of weights": timeline.length(timeline.without(update, exchange)) / 1e6,
     }
     return {**parts, "nothing": max(0.0, seconds - sum(parts.values()))}

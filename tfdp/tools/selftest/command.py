@@ -1,4 +1,4 @@
-"""`tfdp selftest`: the devices of this machine, looked at in some minutes."""
+"""`tfdp selftest`: checks and times this machine's devices in a few minutes."""
 
 from __future__ import annotations
 
@@ -28,41 +28,25 @@ REPORT = "tfdp-selftest.json"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `tfdp selftest`."""
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--devices",
         type=integer_from(2),
         metavar="N",
-        help="so many GPUs, or logical CPUs; a single GPU is split into so many "
-        "(default: all GPUs; 2 logical devices where there are fewer than two)",
+        help="number of GPUs or logical CPUs; one GPU is split into N logical ones "
+        "(default: all GPUs; 2 logical devices if there are fewer than two)",
     )
-    parser.add_argument(
-        "--device-type",
-        choices=("cpu", "gpu"),
-        help="logical CPUs, or GPUs (default: GPUs where there are any)",
-    )
-    parser.add_argument(
-        "--timeout-seconds",
-        type=integer_from(1),
-        metavar="S",
-        default=300,
-        help="after which a part counts as hanging (default: 300)",
-    )
-    parser.add_argument(
-        "--json",
-        metavar="PATH",
-        default=REPORT,
-        help=f"where the report is written (default: {REPORT})",
-    )
+    kinds = "logical CPUs, or GPUs (default: GPUs if there are any)"
+    add("--device-type", choices=("cpu", "gpu"), help=kinds)
+    limit = "after which a part counts as hanging (default: 300)"
+    seconds = integer_from(1)
+    add("--timeout-seconds", type=seconds, metavar="S", default=300, help=limit)
+    report = f"the report to write (default: {REPORT})"
+    add("--json", metavar="PATH", default=REPORT, help=report)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs `tfdp selftest`; returns the exit code.
-
-    0 all is right, 1 something is not, 2 the report cannot be written.
-
-    Raises:
-      DeviceError: there are fewer GPUs than were asked for.
-    """
+    """Runs `tfdp selftest`; returns 0 all right, 1 something wrong, 2 no report."""
     try:
         refuse_bad_place("--json", options.json)
         return _run(options)
@@ -72,21 +56,26 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    # Or this process would keep all memory of the GPUs from those that look at them.
+    # Else this process would take all GPU memory from its workers.
     os.environ.setdefault(*ALLOW_GROWTH)
     facts = gather_facts()
-    gpus = _count_gpus(facts)
-    device_type, devices = _choose(gpus, options.device_type, options.devices)
+    physical = (facts["devices"] or {}).get("physical", [])
+    gpus = sum(device["type"] == "GPU" for device in physical)
+    device_type = options.device_type or ("gpu" if gpus else "cpu")
+    devices = options.devices or (max(gpus, 2) if device_type == "gpu" else 2)
+    # A single GPU is split into logical ones.
+    if device_type == "gpu" and gpus < devices and gpus != 1:
+        raise DeviceError(
+            f"{devices} GPUs were requested, and TensorFlow sees {gpus}. Request fewer "
+            "with --devices, or use --device-type cpu."
+        )
     print(format_facts(facts), end="\n\n", flush=True)
     what = "logical CPUs"
     if device_type == "gpu":
-        what = (
-            "logical GPUs of one GPU, and at the whole of it" if gpus == 1 else "GPUs"
-        )
-    print(f"looking at {devices} {what}", flush=True)
-    found = _look_at_all(
-        parts_for(device_type, devices), device_type, devices, options.timeout_seconds
-    )
+        what = "logical GPUs of one GPU, and the whole GPU" if gpus == 1 else "GPUs"
+    print(f"checking {devices} {what}", flush=True)
+    parts = parts_for(device_type, devices)
+    found = _run_parts(parts, device_type, devices, options.timeout_seconds)
     wrong = [each["title"] for each in found if each["state"] != "right"]
     report = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat("T", "seconds"),
@@ -101,46 +90,23 @@ def _run(options: argparse.Namespace) -> int:
     else:
         print(f"all {len(found)} right")
     write_json_for("--json", options.json, report)
-    print(f"written to {options.json}, which is worth sending with a report")
+    print(f"written to {options.json}; please attach it to bug reports")
     return SOME_WRONG if wrong else ALL_RIGHT
 
 
-def _count_gpus(facts: dict[str, Any]) -> int:
-    listed = (facts["devices"] or {}).get("physical", [])
-    return sum(device["type"] == "GPU" for device in listed)
-
-
-def _choose(gpus: int, device_type: str | None, devices: int | None) -> tuple[str, int]:
-    if device_type is None:
-        device_type = "gpu" if gpus else "cpu"
-    if devices is None:
-        devices = max(gpus, 2) if device_type == "gpu" else 2
-    # One is split into as many logical ones.
-    if device_type == "gpu" and gpus < devices and gpus != 1:
-        raise DeviceError(
-            f"{devices} GPUs were asked for, and TensorFlow sees {gpus}. Ask for fewer "
-            "with --devices, or for --device-type cpu."
-        )
-    return device_type, devices
-
-
-def _look_at_all(
+def _run_parts(
     parts: Sequence[Part], device_type: str, devices: int, timeout_seconds: float
 ) -> list[dict[str, Any]]:
     width = max(len(part.title) for part in parts)
     found = []
     for part in parts:
         start = time.perf_counter()
-        asked = {
-            "part": dataclasses.asdict(part),
-            "device_type": device_type,
-            "devices": devices,
-        }
+        request: dict[str, Any] = {"device_type": device_type, "devices": devices}
+        request["part"] = dataclasses.asdict(part)
         try:
-            # In a process of its own: a collective that hangs, or crashes, is one
-            # part's, and the report is written all the same.
+            # A process per part: a hang or crash in one does not stop the others.
             with progress_bar(part.title, 0):
-                result = run_worker(WORKER, asked, timeout_seconds)
+                result = run_worker(WORKER, request, timeout_seconds)
         except WorkerFailed as error:
             result = {"state": "FAILED", "said": str(error)}
         seconds = time.perf_counter() - start

@@ -1,13 +1,13 @@
-"""What a step takes in plain Keras, and under a strategy of one replica."""
+"""Times a step in plain Keras and under a strategy of one replica."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -18,38 +18,16 @@ from tfdp.tools.bench.one_process.interleave import turns
 from tfdp.tools.selftest.memory import build_large, build_small, make_batch
 
 REPEATS = 9
-# By the type of the device: rows of a batch, and steps of a turn, small and large.
+# By device type: rows of a batch and steps of a turn, for (small, large).
 ROWS = {"CPU": (32, 32), "GPU": (64, 256)}
 STEPS = {"CPU": (50, 15), "GPU": (100, 40)}
 ARMS = ("plain Keras", "tfdp")
 
 
-class _Clock(keras.callbacks.Callback):
-    """Seconds of each step but the first, in which `fit` has set up its input.
-
-    Keras reads the loss for a callback after every step: each step has ended then.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seconds: list[float] = []
-        self._last: float | None = None
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        now = time.perf_counter()
-        if self._last is not None:
-            self.seconds.append(now - self._last)
-        self._last = now
-
-
 def measure_overhead(strategy: DataParallelStrategy) -> str:
     """Times steps of `fit` in turn, so that a slow minute of the machine hits both.
 
-    Args:
-      strategy: of one replica, on the device that plain Keras takes, too.
-
-    Returns:
-      For a small and a large network both medians, and their ratio.
+    Returns both medians and their ratio, for a small and a large network.
     """
     [device] = strategy.extended.worker_devices
     kind = str(tf.DeviceSpec.from_string(device).device_type)
@@ -57,16 +35,15 @@ def measure_overhead(strategy: DataParallelStrategy) -> str:
         "small": build_small,
         "large": functools.partial(build_large, kind),
     }
-    told = []
-    for (name, build), rows, steps in zip(
-        builders.items(), ROWS[kind], STEPS[kind], strict=True
-    ):
+    lines = []
+    sizes = zip(builders.items(), ROWS[kind], STEPS[kind], strict=True)
+    for (name, build), rows, steps in sizes:
         plain, ours = _median_ms(strategy, build, rows, steps)
-        told.append(
+        lines.append(
             f"{name} {plain:.3f} and {ours:.3f} ms a step ({ours / plain:.3f} of plain "
             "Keras)"
         )
-    return ", ".join(told)
+    return ", ".join(lines)
 
 
 def _median_ms(
@@ -83,11 +60,17 @@ def _median_ms(
     seconds: dict[str, list[float]] = {arm: [] for arm in ARMS}
     batch = make_batch(models[ARMS[0]], rows)
     settings = {"steps_per_epoch": steps, "shuffle": False, "verbose": 0}
+    ends: list[float] = []
+    # Keras reads the loss for a callback after every step, so each step has ended.
+    clock = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: ends.append(time.perf_counter())
+    )
     with unsaid():
-        for model in models.values():  # once before the clock, which traces the step
+        for model in models.values():  # traces the step
             model.fit(batch, **settings)
         for arm in turns(ARMS, REPEATS):
-            clock = _Clock()
+            ends.clear()
             models[arm].fit(batch, **settings, callbacks=[clock])
-            seconds[arm] += clock.seconds
+            # Without the first step, in which `fit` sets up its input.
+            seconds[arm] += [end - start for start, end in itertools.pairwise(ends)]
     return [1e3 * statistics.median(seconds[arm]) for arm in ARMS]

@@ -1,11 +1,12 @@
-"""What a self-test looks at, in order. Pure; no framework is imported."""
+"""The parts of a self-test, in order. Pure; imports no framework."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
-# Of the engines that can act on one host.
+# The engines that work on one host.
 ENGINES = ("in_process", "tensorflow")
 STAGES = ("none", "optimizer", "gradients", "parameters")
 LEAST_FOR_TWO_LEVELS = 4
@@ -13,72 +14,43 @@ LEAST_FOR_TWO_LEVELS = 4
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One process' worth of looking.
-
-    Args:
-      title: for people.
-      kind: "sums", "training", "rates", "memory" or "overhead".
-      communication: arguments of `Communication`.
-      strategy: further arguments of `DataParallelStrategy`.
-      jit_compile: of the model that trains.
-      policy: Keras' dtype policy, under which the model is made.
-      one_replica: on the first of the devices alone, and on the whole of it.
-    """
+    """One check, run in its own process."""
 
     title: str
-    kind: str
+    kind: str  # "sums", "training", "rates", "memory" or "overhead"
     communication: dict[str, Any] = dataclasses.field(default_factory=dict)
     strategy: dict[str, Any] = dataclasses.field(default_factory=dict)
     jit_compile: bool = False
-    policy: str = "float32"
-    one_replica: bool = False
+    policy: str = "float32"  # Keras' dtype policy
+    one_replica: bool = False  # on the first device only, unsplit
 
 
-# Whose allocator tells what is in use, and whose kernels compute in 16 bits.
+_one_replica = functools.partial(Part, one_replica=True)
+# CPUs have no allocator statistics and no kernels in 16 bits.
 ON_ONE_GPU = (
-    Part("training, one replica", "training", one_replica=True),
-    Part(
-        "training, one replica, compiled by XLA",
-        "training",
-        jit_compile=True,
-        one_replica=True,
+    _one_replica("training, one replica", "training"),
+    _one_replica(
+        "training, one replica, compiled by XLA", "training", jit_compile=True
     ),
     *(
-        Part(
-            f"training, one replica, {policy}",
-            "training",
-            policy=policy,
-            one_replica=True,
-        )
+        _one_replica(f"training, one replica, {policy}", "training", policy=policy)
         for policy in ("mixed_bfloat16", "mixed_float16")
     ),
-    Part("memory of a step, one replica", "memory", one_replica=True),
+    _one_replica("memory of a step, one replica", "memory"),
 )
 
 
 def parts_for(device_type: str, devices: int) -> tuple[Part, ...]:
-    """What can be looked at on so many devices.
-
-    Args:
-      device_type: "cpu" or "gpu".
-      devices: at least two.
+    """The parts for this number of devices, at least two.
 
     >>> [part.title for part in parts_for("cpu", 2)][:2]
     ['sums, engine in_process', 'sums, engine tensorflow']
     """
-    parts = [
-        Part(f"sums, engine {engine}", "sums", {"engine": engine}) for engine in ENGINES
-    ]
+    parts = [Part(f"sums, engine {e}", "sums", {"engine": e}) for e in ENGINES]
     if devices >= LEAST_FOR_TWO_LEVELS and not devices % 2:
-        hierarchy = [2, devices // 2]
-        parts += [
-            Part(
-                f"sums on two levels, engine {engine}",
-                "sums",
-                {"engine": engine, "hierarchy": hierarchy},
-            )
-            for engine in ENGINES
-        ]
+        for engine in ENGINES:
+            options = {"engine": engine, "hierarchy": [2, devices // 2]}
+            parts.append(Part(f"sums on two levels, engine {engine}", "sums", options))
     parts += [
         Part(f'training, shard="{stage}"', "training", strategy={"shard": stage})
         for stage in STAGES
@@ -86,11 +58,7 @@ def parts_for(device_type: str, devices: int) -> tuple[Part, ...]:
     parts.append(Part("training, compiled by XLA", "training", jit_compile=True))
     if device_type == "gpu":
         parts += ON_ONE_GPU
-    parts += [
-        Part(f"speed of sums, engine {engine}", "rates", {"engine": engine})
-        for engine in ENGINES
-    ]
-    parts.append(
-        Part("overhead, one replica beside plain Keras", "overhead", one_replica=True)
-    )
+    for e in ENGINES:
+        parts.append(Part(f"speed of sums, engine {e}", "rates", {"engine": e}))
+    parts.append(_one_replica("overhead, one replica vs plain Keras", "overhead"))
     return tuple(parts)

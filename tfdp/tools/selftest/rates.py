@@ -1,4 +1,4 @@
-"""How fast sums of some sizes are."""
+"""Times sums of some sizes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ REPEATS, CALLS, WARM_UP = 7, 3, 2
 
 
 def measure_rates(strategy: DataParallelStrategy) -> str:
-    """Times sums of float32 that lie on the devices.
+    """Times sums of float32 tensors that are on the devices.
 
-    Returns:
-      For each size the median time, and what NCCL's own tests call the bandwidth of
-      the bus: 2 (N - 1) / N of the bytes, by that time.
+    For each size: the median time, and the bus bandwidth as NCCL's tests define it,
+    2 (N - 1) / N of the bytes, divided by that time.
     """
     devices = strategy.extended.worker_devices
     arms: dict[str, Callable[[], object]] = {}
@@ -31,15 +30,12 @@ def measure_rates(strategy: DataParallelStrategy) -> str:
         for _ in range(WARM_UP):
             arms[str(size_bytes)]()
     seconds = time_in_turn(
-        arms,
-        repeats=REPEATS,
-        calls=CALLS,
-        finish=tf.test.experimental.sync_devices,
+        arms, repeats=REPEATS, calls=CALLS, finish=tf.test.experimental.sync_devices
     )
     share = 2 * (len(devices) - 1) / len(devices)
-    told = []
+    lines = []
     for size, figures in seconds.items():
-        taken = statistics.median(figures)
-        rate = share * int(size) / taken / 1e9
-        told.append(f"{int(size) >> 20} MiB {1e3 * taken:.3g} ms ({rate:.3g} GB/s)")
-    return ", ".join(told)
+        median = statistics.median(figures)
+        rate = share * int(size) / median / 1e9
+        lines.append(f"{int(size) >> 20} MiB {1e3 * median:.3g} ms ({rate:.3g} GB/s)")
+    return ", ".join(lines)

@@ -1,4 +1,4 @@
-"""Some training steps on all replicas, beside the same steps on one device."""
+"""Compares training steps on all replicas with the same steps on one device."""
 
 from __future__ import annotations
 
@@ -22,14 +22,7 @@ IMAGE = (12, 12, 3)
 
 
 def check_training(strategy: DataParallelStrategy, jit_compile: bool) -> str:
-    """Trains a small convolutional network; the last batch is a short one.
-
-    Returns:
-      What was looked at, in words.
-
-    Raises:
-      ParityError: a weight differs by more than rounding explains; with the report.
-    """
+    """Trains a small network, the last batch short; raises ParityError."""
     replicas = strategy.num_replicas_in_sync
     batch = ROWS_OF_A_REPLICA * replicas
     # The last batch gives some replicas one row less than others.
@@ -57,32 +50,31 @@ def _build(jit_compile: bool) -> keras.Model:
             keras.layers.Conv2D(16, 3, activation="relu"),
             keras.layers.LayerNormalization(),
             keras.layers.Flatten(),
-            # Large enough that its weights are sharded.
+            # Large enough for its weights to be sharded.
             keras.layers.Dense(64, activation="relu"),
-            # In float32 under every policy, as Keras advises: losses round little.
+            # Always in float32, as Keras advises, so that the loss rounds little.
             keras.layers.Dense(CLASSES, dtype="float32"),
         ]
     )
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    # SGD, since Adam makes a whole step of the rounding of a gradient that is zero.
+    # Not Adam, which amplifies the rounding of a zero gradient to a whole step.
     optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
     model.compile(optimizer, loss, jit_compile=jit_compile)
     return model
 
 
-# Sums of all replicas, held against NumPy to the last bit.
-
-
+# Sums of all replicas, compared with NumPy bit for bit.
 DTYPES = ("float32", "float16", "bfloat16", "float64", "int32")
 # A scalar, sizes that no number of replicas divides, and more than a bucket holds.
 SHAPES = ((), (1,), (7, 3), (1_000_003,), (4_099, 2_048))
+Kind = tuple[str, Any]  # dtype, shape
 CALLS = 3
-# bfloat16 holds whole numbers up to here.
+# bfloat16 represents whole numbers exactly up to here.
 EXACT = 256
 
 
 def largest_number(replicas: int) -> int:
-    """So large may whole numbers be that no sum of them is ever rounded.
+    """The largest whole number whose sums are never rounded.
 
     >>> largest_number(8)
     32
@@ -91,17 +83,15 @@ def largest_number(replicas: int) -> int:
 
 
 def check_sums(strategy: DataParallelStrategy) -> str:
-    """Adds whole numbers, other ones on every replica, so that no order rounds.
-
-    Returns:
-      What was looked at, in words.
-
-    Raises:
-      CollectiveError: a sum is wrong; says which, where and by how much.
-    """
+    """Adds whole numbers, which no order rounds; raises CollectiveError."""
     replicas = strategy.num_replicas_in_sync
     kinds = [(dtype, shape) for dtype in DTYPES for shape in SHAPES]
-    numbers = [_make_variables(strategy, kind, n) for n, kind in enumerate(kinds)]
+    numbers: list[list[tf.Variable]] = []
+    for n, kind in enumerate(kinds):
+        numbers.append([])
+        for rank, device in enumerate(strategy.extended.worker_devices):
+            with tf.device(device):
+                numbers[n].append(tf.Variable(_draw(kind, (0, n, rank), replicas)))
 
     def in_replica() -> list[tf.Tensor]:
         context = tf.distribute.get_replica_context()
@@ -111,9 +101,7 @@ def check_sums(strategy: DataParallelStrategy) -> str:
 
     @tf.function(autograph=False)
     def add() -> list[tuple[tf.Tensor, ...]]:
-        return [
-            strategy.experimental_local_results(v) for v in strategy.run(in_replica)
-        ]
+        return [*map(strategy.experimental_local_results, strategy.run(in_replica))]
 
     for call in range(CALLS):
         for sums, values, kind in zip(add(), numbers, kinds, strict=True):
@@ -125,38 +113,22 @@ def check_sums(strategy: DataParallelStrategy) -> str:
     return f"{CALLS} times {len(kinds)} tensors of {len(DTYPES)} types, bit for bit"
 
 
-def _make_variables(
-    strategy: DataParallelStrategy, kind: tuple[str, Any], number: int
-) -> list[tf.Variable]:
-    variables = []
-    for rank, device in enumerate(strategy.extended.worker_devices):
-        with tf.device(device):
-            drawn = _draw(kind, (0, number, rank), strategy.num_replicas_in_sync)
-            variables.append(tf.Variable(drawn))
-    return variables
-
-
-def _draw(
-    kind: tuple[str, Any], seed: tuple[int, int, int], replicas: int
-) -> tf.Tensor:
+def _draw(kind: Kind, seed: tuple[int, int, int], replicas: int) -> tf.Tensor:
     dtype, shape = kind
     largest = largest_number(replicas)
-    drawn = np.random.default_rng(seed).integers(
-        -largest, largest, shape, endpoint=True
-    )
+    generator = np.random.default_rng(seed)
+    drawn = generator.integers(-largest, largest, shape, endpoint=True)
     return tf.cast(tf.constant(drawn), dtype)
 
 
-def _compare(
-    sums: tuple[tf.Tensor, ...], expected: Any, kind: tuple[str, Any], call: int
-) -> None:
+def _compare(sums: tuple[tf.Tensor, ...], expected: Any, kind: Kind, call: int) -> None:
     dtype, shape = kind
     for rank, found in enumerate(sums):
-        # NaN is unlike everything, so that it counts as wrong.
+        # NaN differs from everything, so it counts as wrong.
         wrong = found.numpy().astype(np.float64) != expected
         if found.dtype.name != dtype or np.any(wrong):
             raise CollectiveError(
                 f"A sum of {dtype} {list(shape)} is wrong on replica {rank}, in call "
-                f"{call + 1}: {int(np.sum(wrong))} of {wrong.size} numbers, and it "
-                f"came as {found.dtype.name}."
+                f"{call + 1}: {int(np.sum(wrong))} of {wrong.size} numbers differ, and "
+                f"its dtype is {found.dtype.name}."
             )

@@ -1,4 +1,4 @@
-"""Looks at one part, in a process of its own: `python -m` this module."""
+"""Runs one part of a self-test in its own process: `python -m` this module."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tfdp.tools.selftest.parts import Part
 RIGHT, WRONG = "right", "WRONG"
 
 
-def look_at(part: Part, device_type: str, count: int) -> dict[str, str]:
-    """What was found, as plain data: the state, and what there is to say of it."""
+def run_part(part: Part, device_type: str, count: int) -> dict[str, str]:
+    """The state of a part and its message, as plain data."""
     if part.one_replica:
         devices = set_up_devices(device_type, 1)
     else:
@@ -23,7 +23,6 @@ def look_at(part: Part, device_type: str, count: int) -> dict[str, str]:
     import tfdp
 
     keras.config.set_dtype_policy(part.policy)
-
     given = dict(part.communication)
     if isinstance(given.get("hierarchy"), list):
         given["hierarchy"] = tuple(given["hierarchy"])
@@ -32,38 +31,31 @@ def look_at(part: Part, device_type: str, count: int) -> dict[str, str]:
         devices, communication=communication, alone=True, **part.strategy
     )
     try:
-        return {"state": RIGHT, "said": _look(part, strategy)}
+        return {"state": RIGHT, "said": _run(part, strategy)}
     except TfdpError as error:
         return {"state": WRONG, "said": f"{type(error).__name__}: {error}"}
 
 
-def _look(part: Part, strategy: Any) -> str:
+def _run(part: Part, strategy: Any) -> str:
+    from tfdp.tools.selftest import memory, overhead, rates, training
+
     if part.kind == "sums":
-        from tfdp.tools.selftest.training import check_sums
-
-        return check_sums(strategy)
+        return training.check_sums(strategy)
     if part.kind == "training":
-        from tfdp.tools.selftest.training import check_training
-
-        return check_training(strategy, part.jit_compile)
+        return training.check_training(strategy, part.jit_compile)
     if part.kind == "memory":
-        from tfdp.tools.selftest.memory import measure_memory
-
-        return measure_memory(strategy)
+        return memory.measure_memory(strategy)
     if part.kind == "overhead":
-        from tfdp.tools.selftest.overhead import measure_overhead
-
-        return measure_overhead(strategy)
-    from tfdp.tools.selftest.rates import measure_rates
-
-    return measure_rates(strategy)
+        return overhead.measure_overhead(strategy)
+    return rates.measure_rates(strategy)
 
 
 def main(arguments: list[str]) -> None:
     """Entry point of the worker process."""
 
-    def find(asked: dict[str, Any]) -> dict[str, str]:
-        return look_at(Part(**asked["part"]), asked["device_type"], asked["devices"])
+    def find(request: dict[str, Any]) -> dict[str, str]:
+        part = Part(**request["part"])
+        return run_part(part, request["device_type"], request["devices"])
 
     answer(arguments, find)
 

@@ -1,4 +1,4 @@
-"""The global batches of a parity check: kept, so that they can be taken again.
+"""Collects the global batches of a parity check, so that every training can use them.
 
 A batch is what a dataset yields to `fit`: nested tuples and dicts of tensors whose
 first axis is the rows.
@@ -24,11 +24,10 @@ ALLOWED = (
 
 
 def collect_batches(data: Any, steps: int, batch_size: int) -> tuple[Batch, ...]:
-    """`steps` global batches of `data`.
+    """`steps` global batches of `data`, repeated if there are fewer.
 
-    Of arrays with more batches than steps, the first ones and the last one are taken:
-    the last may be short, and short batches are where replicas go wrong. When there are
-    fewer batches than steps, they are repeated in their order.
+    Of arrays with more batches than steps it takes the first ones and the last one,
+    which may be short: short batches are where replicas go wrong.
 
     Args:
       data: a tuple of arrays, a dataset of global batches, or an iterable of them.
@@ -36,7 +35,7 @@ def collect_batches(data: Any, steps: int, batch_size: int) -> tuple[Batch, ...]
       batch_size: rows of a global batch, for arrays.
 
     Raises:
-      ConfigurationError: when there is no batch, or arrays differ in length.
+      ConfigurationError: there is no batch, or arrays differ in length.
     """
     if isinstance(data, tuple):
         whole = _as_batch(data)
@@ -46,53 +45,44 @@ def collect_batches(data: Any, steps: int, batch_size: int) -> tuple[Batch, ...]
     elif isinstance(data, Iterable) and not isinstance(data, (str, bytes, dict)):
         found = [_as_batch(batch) for batch in itertools.islice(data, steps)]
     else:
-        raise ConfigurationError(
-            f"data must be {ALLOWED}. Received: {type(data).__name__}."
-        )
+        kind = type(data).__name__
+        raise ConfigurationError(f"data must be {ALLOWED}. Received: {kind}.")
     found = [batch for batch in found if row_count(batch)]
     if not found:
-        raise ConfigurationError("data holds no rows: there is nothing to train on.")
+        raise ConfigurationError("data has no rows: there is nothing to train on.")
     return tuple(itertools.islice(itertools.cycle(found), steps))
 
 
 def row_count(batch: Batch) -> int:
-    """The number of rows, the same in every tensor of `batch`.
-
-    Raises:
-      ConfigurationError: when it is not the same, or a tensor has no rows.
-    """
-    found = [_rows(leaf) for leaf in tf.nest.flatten(batch)]
-    counts = set(found)
-    count = counts.pop() if len(counts) == 1 else None
+    """The number of rows; raises ConfigurationError if tensors differ in it."""
+    counts = {_rows(leaf) for leaf in tf.nest.flatten(batch)}
+    count = next(iter(counts)) if len(counts) == 1 else None
     if count is None:
         raise ConfigurationError(
             "Every array of a batch needs the same number of rows on its first axis. "
-            f"Received: {sorted(set(map(str, found)))} rows in one batch."
+            f"Received: {sorted(map(str, counts))} rows in one batch."
         )
     return count
 
 
 def take_rows(batch: Batch, rows: Sequence[int] | np.ndarray) -> Batch:
-    """The rows of these numbers, in this order."""
-    numbers = np.asarray(rows, dtype=np.int64)
-    return tf.nest.map_structure(lambda leaf: _take(leaf, numbers), batch)
+    """The rows with these indices, in this order."""
+    indices = np.asarray(rows, dtype=np.int64)
+    return tf.nest.map_structure(lambda leaf: _take(leaf, indices), batch)
 
 
 def trim_to_multiple(batches: Sequence[Batch], replicas: int) -> tuple[Batch, ...]:
-    """Each batch without the rows that do not divide evenly; batches too short go."""
+    """Trims each batch to a multiple of `replicas` rows; drops empty ones."""
     even = []
     for batch in batches:
         rows = row_count(batch)
-        kept = rows - rows % replicas
-        if kept == rows:
-            even.append(batch)
-        elif kept:
-            even.append(take_rows(batch, range(kept)))
+        if kept := rows - rows % replicas:
+            even.append(batch if kept == rows else take_rows(batch, range(kept)))
     return tuple(even)
 
 
 def repeat_first_share(batches: Sequence[Batch], replicas: int) -> tuple[Batch, ...]:
-    """Batches in which every replica gets the same rows: those of the first one."""
+    """Batches in which every replica gets the first replica's rows."""
     repeated = []
     for batch in batches:
         share = max(row_count(batch) // replicas, 1)
@@ -101,23 +91,22 @@ def repeat_first_share(batches: Sequence[Batch], replicas: int) -> tuple[Batch, 
 
 
 def as_dataset(batches: Sequence[Batch]) -> tf.data.Dataset:
-    """The batches as a dataset whose first axis is left open, as it is in `fit`."""
+    """A dataset of the batches with an unknown number of rows, as in `fit`."""
     specs = [tf.nest.map_structure(_open_spec, batch) for batch in batches]
     try:
         signature = tf.nest.map_structure(_common_spec, *specs)
     except (TypeError, ValueError) as error:
         raise ConfigurationError(
-            "The batches of data differ in structure or type; fit needs them alike. "
+            "The batches of data differ in structure or type; fit needs equal ones. "
             f"{error}"
         ) from error
-    dataset = tf.data.Dataset.from_generator(
-        lambda: iter(batches), output_signature=signature
-    )
+    from_generator = tf.data.Dataset.from_generator
+    dataset = from_generator(lambda: iter(batches), output_signature=signature)
     return dataset.apply(tf.data.experimental.assert_cardinality(len(batches)))
 
 
 def _as_batch(value: Any) -> Batch:
-    """`value` with tensors for leaves; lists become tuples, as datasets have them."""
+    """`value` with tensors as leaves; lists become tuples, as in datasets."""
     if isinstance(value, dict):
         return {key: _as_batch(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -125,9 +114,7 @@ def _as_batch(value: Any) -> Batch:
         while items and items[-1] is None:
             items.pop()
         return tuple(_as_batch(item) for item in items)
-    if isinstance(value, (tf.RaggedTensor, tf.SparseTensor)):
-        return value
-    if tf.is_tensor(value):
+    if tf.is_tensor(value):  # also ragged and sparse ones
         return value
     array = np.asarray(value)
     if array.dtype == np.float64:
@@ -136,8 +123,8 @@ def _as_batch(value: Any) -> Batch:
         return tf.convert_to_tensor(array)
     except (TypeError, ValueError) as error:
         raise ConfigurationError(
-            f"A batch must be made of arrays. Received in it: {type(value).__name__}. "
-            f"data is {ALLOWED}."
+            f"A batch must consist of arrays. Received in it: {type(value).__name__}. "
+            f"data must be {ALLOWED}."
         ) from error
 
 

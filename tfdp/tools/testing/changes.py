@@ -1,9 +1,10 @@
-"""The experiments of a diagnosis: changes made to both sides of a comparison."""
+"""The experiments of a diagnosis: changes to both sides of a comparison."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import keras
 
@@ -14,27 +15,26 @@ from tfdp.tools.testing.comparison import Setting
 from tfdp.tools.testing.model_parts import HALF_PRECISION, inner_optimizers, layers_of
 from tfdp.tools.testing.trainee import ModelChange
 
-# Of the experiments that replace an optimizer which is not SGD.
+# For experiments that replace an optimizer other than SGD.
 LEARNING_RATE = 0.01
 
 
 def apply_changes(setting: Setting, names: Iterable[str]) -> Setting | None:
-    """`setting` with the named changes; None when they leave no batch."""
-    changed: Setting = setting
+    """`setting` with the named changes; None if no batch is left."""
     for name in names:
-        changed = CHANGES[name](changed)
-    return changed if changed.batches else None
+        setting = CHANGES[name](setting)
+    return setting if setting.batches else None
 
 
 def is_local_batch_norm(layer: keras.layers.Layer, replicas: int) -> bool:
-    """Whether a layer normalises with fewer rows than the global batch has."""
+    """Whether a layer normalizes over fewer rows than the global batch."""
     if isinstance(layer, SyncBatchNormalization):
         return layer.group_size not in (None, replicas)
     return isinstance(layer, keras.layers.BatchNormalization) and not layer.synchronized
 
 
 def is_synchronized_by_keras(layer: keras.layers.Layer) -> bool:
-    """Whether a layer is Keras' own synchronized batch normalisation."""
+    """Whether a layer is Keras' own synchronized batch normalization."""
     return (
         isinstance(layer, keras.layers.BatchNormalization)
         and not isinstance(layer, SyncBatchNormalization)
@@ -42,18 +42,12 @@ def is_synchronized_by_keras(layer: keras.layers.Layer) -> bool:
     )
 
 
-def _even_batches(setting: Setting) -> Setting:
-    replicas = setting.strategy.num_replicas_in_sync
-    return dataclasses.replace(
-        setting, batches=trim_to_multiple(setting.batches, replicas)
-    )
+def _batch_change(change: Callable[..., Any]) -> Callable[[Setting], Setting]:
+    def changed(setting: Setting) -> Setting:
+        batches = change(setting.batches, setting.replicas)
+        return dataclasses.replace(setting, batches=batches)
 
-
-def _same_rows(setting: Setting) -> Setting:
-    replicas = setting.strategy.num_replicas_in_sync
-    return dataclasses.replace(
-        setting, batches=repeat_first_share(setting.batches, replicas)
-    )
+    return changed
 
 
 def _model_change(change: ModelChange) -> Callable[[Setting], Setting]:
@@ -64,23 +58,18 @@ def _model_change(change: ModelChange) -> Callable[[Setting], Setting]:
 
 
 def _remove_clipping(model: keras.Model, replicas: int) -> None:
-    del replicas
     for outer in optimizers_of(model):
         for optimizer in inner_optimizers(outer):
-            optimizer.clipnorm = None
-            optimizer.global_clipnorm = None
-            optimizer.clipvalue = None
+            optimizer.clipnorm = optimizer.global_clipnorm = optimizer.clipvalue = None
 
 
 def _freeze(model: keras.Model, replicas: int) -> None:
-    del replicas
     for layer in layers_of(model):
         if isinstance(layer, keras.layers.BatchNormalization):
             layer.trainable = False
 
 
 def _compute_in_float32(model: keras.Model, replicas: int) -> None:
-    del replicas
     for layer in layers_of(model):
         if layer.compute_dtype in HALF_PRECISION:
             layer.dtype_policy = keras.DTypePolicy("float32")
@@ -97,12 +86,12 @@ def _plain_sgd(scale: Callable[[int], float]) -> ModelChange:
 
 
 CHANGES: dict[str, Callable[[Setting], Setting]] = {
-    "even_batches": _even_batches,
+    "even_batches": _batch_change(trim_to_multiple),
     "no_clipping": _model_change(_remove_clipping),
     "freeze_batch_norm": _model_change(_freeze),
     "freeze_synchronized_batch_norm": _model_change(_freeze),
     "compute_in_float32": _model_change(_compute_in_float32),
-    "same_rows": _same_rows,
+    "same_rows": _batch_change(repeat_first_share),
     "sgd": _model_change(_plain_sgd(lambda replicas: 1.0)),
     "sgd_divided": _model_change(_plain_sgd(lambda replicas: 1.0 / replicas)),
     "sgd_multiplied": _model_change(_plain_sgd(lambda replicas: float(replicas))),

@@ -1,9 +1,11 @@
-"""Trains the same model on one device and on N replicas; a row per variable."""
+"""Trains a model on one device and on N replicas, and compares each variable."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -19,16 +21,16 @@ from tfdp.tools.testing.model_parts import (
     layers_of,
     unit_round_off,
 )
-from tfdp.tools.testing.report import VariableRow, be_conclusive
+from tfdp.tools.testing.report import VariableRow, are_conclusive
 from tfdp.tools.testing.trainee import ModelChange, Trainee
 
-# One-device trainings that differ by rounding only; see `rounding`.
+# Trainings on one device that differ only by rounding; see `rounding`.
 TWINS = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What is trained, on what, and how."""
+    """What to train, on what data, and how."""
 
     build: Callable[[], keras.Model]
     strategy: tf.distribute.Strategy
@@ -37,10 +39,14 @@ class Setting:
     keep_random_layers: bool = False
     changes: tuple[ModelChange, ...] = ()
 
+    @property
+    def replicas(self) -> int:
+        return self.strategy.num_replicas_in_sync
+
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What one comparison gave; `model` is the one-device model, for its facts."""
+    """The result of a comparison; `model` is the one-device model."""
 
     model: keras.Model
     rows: tuple[VariableRow, ...]
@@ -54,32 +60,25 @@ class Comparison:
 
     @property
     def ok(self) -> bool:
-        """Whether every row holds, and enough of them tell."""
-        return self._no_row_exceeds and be_conclusive(self.rows)
+        """Whether every row holds, and enough of them are conclusive."""
+        return self._no_row_exceeds and are_conclusive(self.rows)
 
     @property
     def is_too_coarse(self) -> bool:
         """Whether rounding in half precision would hide a wrong step."""
-        return (
-            self._no_row_exceeds
-            and not self.ok
-            and any(
-                layer.compute_dtype in HALF_PRECISION for layer in layers_of(self.model)
-            )
-        )
+        dtypes = {layer.compute_dtype for layer in layers_of(self.model)}
+        is_half = not dtypes.isdisjoint(HALF_PRECISION)
+        return self._no_row_exceeds and not self.ok and is_half
 
     @property
     def _no_row_exceeds(self) -> bool:
-        return self.error is None and all(
-            row.first_step_over is None for row in self.rows
-        )
+        exceeds = any(row.first_step_over is not None for row in self.rows)
+        return self.error is None and not exceeds
 
 
 class _Movements:
-    """The weights of a training after every step, one array per weight."""
-
-    def __init__(self, start: Sequence[np.ndarray]):
-        self.start = list(start)
+    def __init__(self, model: keras.Model):
+        self.start = [weight.numpy() for weight in model.weights]
         self.steps: dict[int, list[np.ndarray]] = {}
 
     def note(self, step: int, weights: list[list[np.ndarray]]) -> None:
@@ -87,38 +86,31 @@ class _Movements:
 
     @property
     def finite(self) -> bool:
-        return all(
-            np.isfinite(rounding.largest(value))
-            for weights in self.steps.values()
-            for value in weights
-        )
+        values = itertools.chain.from_iterable(self.steps.values())
+        return all(np.isfinite(rounding.largest(value)) for value in values)
 
 
 def compare(setting: Setting) -> Comparison:
     """Trains on one device, its twins, and on the replicas.
 
-    An error of the training on one device is raised as it is; one of the replicas is
-    part of the result.
-
-    Raises:
-      ConfigurationError: when `build` does not do what it must.
+    Raises errors of the one-device training; those of the replicas are in the result.
     """
     one, several, error = _make_both(setting)
     start = one.values()
     states_before = one.random_states()
-    reference = _Movements(_weights(one.model))
+    reference = _Movements(one.model)
     loss_one = one.train(setting.batches, reference.note)
     states_after = one.random_states()
     drawing = [
         name
         for name, states in states_before.items()
-        if any(map(_differ, states, states_after[name]))
+        if not all(map(np.array_equal, states, states_after[name]))
     ]
     spreads = _twin_spreads(setting, one, start, reference, permute=not drawing)
     distances = _Distances(reference)
     loss_several = None
     if several is not None:
-        # An experiment may have given the replicas another rate.
+        # Keeps the learning rate, which an experiment may have changed.
         several.load(start, rates=False)
         try:
             loss_several = several.train(setting.batches, distances.note)
@@ -145,7 +137,7 @@ def _make_both(setting: Setting) -> tuple[Trainee, Trainee | None, Exception | N
     if not one.model.trainable_weights:
         raise ConfigurationError(
             f"No weight of the model {one.model.name!r} is trainable, so there is no "
-            "training to compare. Unfreeze what is to be trained before compile()."
+            "training to compare. Set layer.trainable = True before compile()."
         )
     several = _trainee(setting, setting.strategy)
     try:
@@ -156,11 +148,10 @@ def _make_both(setting: Setting) -> tuple[Trainee, Trainee | None, Exception | N
         return one, None, error
     if one.model is several.model:
         raise ConfigurationError(
-            f"build() returned the same model twice ({one.model.name!r}). It must make "
-            "a new one at every call: once under the strategy's scope, once under none."
+            f"build() returned the same model twice ({one.model.name!r}). It must "
+            "return a new one at every call, inside and outside the strategy's scope."
         )
-    # "auto" means one thing under a strategy and another on one device, and XLA rounds
-    # otherwise.
+    # "auto" differs under a strategy and on one device, and XLA rounds differently.
     one.jit_compile = one.model.jit_compile = several.model.jit_compile
     return one, several, None
 
@@ -176,14 +167,6 @@ def _trainee(setting: Setting, strategy: tf.distribute.Strategy | None) -> Train
     )
 
 
-def _weights(model: keras.Model) -> list[np.ndarray]:
-    return [weight.numpy() for weight in model.weights]
-
-
-def _differ(a: np.ndarray, b: np.ndarray) -> bool:
-    return not np.array_equal(a, b)
-
-
 def _twin_spreads(
     setting: Setting,
     one: Trainee,
@@ -192,28 +175,26 @@ def _twin_spreads(
     *,
     permute: bool,
 ) -> dict[int, list[float]]:
-    """Step -> per weight how far the twins' movements are from the reference's.
+    """Step -> for each weight, the largest difference of the twins' movement.
 
-    With layers that draw, rows keep their order: another would get another mask.
+    If layers draw random numbers, rows keep their order: another would get another
+    mask.
     """
     generator = np.random.default_rng(setting.seed)
     unit = compute_round_off(one.model)
     spreads = {step: [0.0] * len(weights) for step, weights in reference.steps.items()}
     for _ in range(TWINS):
-        batches = tuple(
-            _twin_batch(batch, unit, generator, permute) for batch in setting.batches
-        )
+        batches = [_twin_batch(b, unit, generator, permute) for b in setting.batches]
         one.load(start)
         for weight in one.model.trainable_weights:
             weight.assign(rounding.nudge(weight.numpy(), unit, generator))
-        twin = _Movements(_weights(one.model))
+        twin = _Movements(one.model)
         one.train(batches, twin.note)
         for step, weights in twin.steps.items():
             for index, value in enumerate(weights):
+                after, before = reference.steps[step][index], reference.start[index]
                 moved = rounding.difference(value, twin.start[index])
-                expected = rounding.difference(
-                    reference.steps[step][index], reference.start[index]
-                )
+                expected = rounding.difference(after, before)
                 found = rounding.largest_difference(moved, expected)
                 spreads[step][index] = max(spreads[step][index], found)
     return spreads
@@ -225,9 +206,8 @@ def _twin_batch(
     if permute:
         batch = take_rows(batch, generator.permutation(row_count(batch)))
     inputs, *others = batch if isinstance(batch, tuple) else (batch,)
-    inputs = tf.nest.map_structure(
-        lambda leaf: _nudged_input(leaf, unit, generator), inputs
-    )
+    nudged = functools.partial(_nudged_input, unit=unit, generator=generator)
+    inputs = tf.nest.map_structure(nudged, inputs)
     return (inputs, *others) if isinstance(batch, tuple) else inputs
 
 
@@ -235,13 +215,13 @@ def _nudged_input(leaf: Any, unit: float, generator: np.random.Generator) -> Any
     if not isinstance(leaf, tf.Tensor) or not leaf.dtype.is_floating:
         return leaf
     values = leaf.numpy()
-    # Whole numbers stay: sums of them are exact, and they may stand for words.
+    # Whole numbers stay: their sums are exact, and they may be token ids.
     nudged = rounding.nudge(values, unit, generator)
     return tf.constant(np.where(values == np.round(values), values, nudged))
 
 
 class _Distances:
-    """How far each weight of each replica is from the reference, after every step."""
+    """The distance of each weight on each replica from the reference, by step."""
 
     def __init__(self, reference: _Movements):
         self._reference = reference
@@ -252,15 +232,13 @@ class _Distances:
     def note(self, step: int, weights: list[list[np.ndarray]]) -> None:
         if not self.first:
             self.first = [copies[0] for copies in weights]
+        pairs = zip(weights, self._reference.steps[step], strict=True)
         self.steps[step] = [
             max(rounding.largest_difference(copy, expected) for copy in copies)
-            for copies, expected in zip(
-                weights, self._reference.steps[step], strict=True
-            )
+            for copies, expected in pairs
         ]
-        self.finite &= all(
-            np.isfinite(rounding.largest(copy)) for copies in weights for copy in copies
-        )
+        for copies in weights:
+            self.finite &= all(np.isfinite(rounding.largest(copy)) for copy in copies)
 
 
 def _bounds(

@@ -1,4 +1,4 @@
-"""Errors that stock strategies are known to raise, and what stands behind each."""
+"""Known errors of stock strategies, and their causes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 from tfdp.tools.testing.report import Finding
 
-# Keras prints parts of its messages in bold.
+# Escape codes: Keras prints parts of its messages in bold.
 TERMINAL_CODES = re.compile(r"\x1b\[[0-9;]*m")
 LONGEST_DESCRIPTION = 400
 
@@ -16,7 +16,7 @@ ADVICE = "Train under tfdp.DataParallelStrategy, where this works."
 
 @dataclasses.dataclass(frozen=True)
 class KnownError:
-    """A piece of the message, and what it means."""
+    """A substring of the message, and its cause."""
 
     piece: str
     cause: str
@@ -34,21 +34,21 @@ KNOWN = (
     KnownError(
         "must feed a value for placeholder",
         "steps_per_execution with collectives",
-        "TensorFlow makes the keys of its collectives inside the function that "
+        "TensorFlow creates collective keys inside the function that "
         "steps_per_execution repeats.",
         ADVICE + " Or set steps_per_execution=1.",
     ),
     KnownError(
         "AddN",
         "mean of a batch with unlike parts",
-        "Before training Keras asks the strategy for the mean of the first batch, "
-        "which does not exist when the replicas' parts differ in length, or hold text.",
+        "Before training Keras reduces the first batch to its mean, which fails if the "
+        "replicas' parts differ in length or are strings.",
     ),
     KnownError(
         "object has no attribute 'device'",
         "sparse or ragged input",
-        "Before training Keras asks the strategy for the mean of the first batch, "
-        "which TensorFlow cannot take of sparse and ragged tensors.",
+        "Before training Keras reduces the first batch to its mean, which TensorFlow "
+        "cannot do for sparse and ragged tensors.",
     ),
     KnownError(
         "ConcatV2",
@@ -58,46 +58,39 @@ KNOWN = (
     KnownError(
         "Collective",
         "collectives of two strategies",
-        "Strategies of TensorFlow share their keys: a second one in the same process "
-        "can meet the collectives of the first, and all fail until the process ends.",
-        ADVICE + " Or check each strategy in a process of its own.",
+        "TensorFlow's strategies share collective keys: a second one in a process can "
+        "collide with the first, and all collectives fail until the process ends.",
+        ADVICE + " Or check each strategy in its own process.",
     ),
     KnownError(
         "Mixing different tf.distribute.Strategy",
         "made in another scope",
         "The model, its optimizer or a variable was made under another strategy.",
-        "Make everything inside build(), nothing outside of it: check_parity calls it "
-        "under the scope of the strategy.",
+        "Create everything inside build(): check_parity calls it under the strategy's "
+        "scope.",
     ),
 )
 
 
 def describe_error(error: Exception) -> str:
-    """Type and message of an error on one line, cut where it gets long."""
-    words = TERMINAL_CODES.sub("", f"{type(error).__name__}: {error}").split()
-    text = " ".join(words)
-    if len(text) > LONGEST_DESCRIPTION:
-        text = f"{text[:LONGEST_DESCRIPTION]}..."
-    return text
+    """Type and message of an error on one line, truncated."""
+    text = TERMINAL_CODES.sub("", f"{type(error).__name__}: {error}")
+    text = " ".join(text.split())
+    is_long = len(text) > LONGEST_DESCRIPTION
+    return f"{text[:LONGEST_DESCRIPTION]}..." if is_long else text
 
 
 def explain_error(error: Exception) -> Finding:
-    """What is known of an error that training under a strategy raised."""
-    message = str(error)
+    """The cause of an error in training under a strategy, if known."""
+    evidence = f"training raised {type(error).__name__}"
     for known in KNOWN:
-        if known.piece in message:
-            return Finding(
-                known.cause,
-                (),
-                f"training raised {type(error).__name__}",
-                known.why,
-                known.instead,
-            )
+        if known.piece in str(error):
+            return Finding(known.cause, (), evidence, known.why, known.instead)
     return Finding(
         "training raises",
         (),
-        f"training raised {type(error).__name__}",
-        "The model trains on one device, and not under the strategy.",
-        "Read the message above; the error itself is the cause of the exception that "
-        "raise_on_failure=True raises.",
+        evidence,
+        "The model trains on one device, but not under the strategy.",
+        "Read the message above; raise_on_failure=True raises an exception with the "
+        "error as its cause.",
     )

@@ -1,4 +1,4 @@
-"""What is known of a model and its comparison before any experiment."""
+"""Facts on a model and its comparison, before any experiment."""
 
 from __future__ import annotations
 
@@ -7,46 +7,27 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """Plain data that the table of causes looks at.
-
-    Args:
-      replicas: their number.
-      batch_rows: rows of each global batch.
-      optimizer: the class of the optimizer.
-      clipping: its clipping options, such as "clipnorm=1.0".
-      local_batch_norms: batch-normalisation layers with statistics of their own on each
-        replica.
-      synchronized_batch_norms: those of Keras with `synchronized=True`.
-      masking_layers: layers that make a mask.
-      drawing_layers: layers that drew random numbers during the comparison.
-      train_step: the class of the model, when it has a `train_step` of its own.
-      loss_functions: losses that are plain functions.
-      sample_weights: whether the batches bring them.
-      half_precision: whether a layer computes in float16 or bfloat16.
-      finite_on_one_device: whether all weights stayed finite there.
-      finite_on_replicas: the same on every replica.
-      moved_enough: whether the variables moved enough for a wrong step to show.
-    """
+    """Plain data for the table of causes."""
 
     replicas: int
-    batch_rows: tuple[int, ...]
-    optimizer: str
-    clipping: tuple[str, ...] = ()
-    local_batch_norms: tuple[str, ...] = ()
-    synchronized_batch_norms: tuple[str, ...] = ()
-    masking_layers: tuple[str, ...] = ()
-    drawing_layers: tuple[str, ...] = ()
-    train_step: str | None = None
-    loss_functions: tuple[str, ...] = ()
-    sample_weights: bool = False
-    half_precision: bool = False
-    finite_on_one_device: bool = True
+    batch_rows: tuple[int, ...]  # rows of each global batch
+    optimizer: str  # its class
+    clipping: tuple[str, ...] = ()  # such as "clipnorm=1.0"
+    local_batch_norms: tuple[str, ...] = ()  # with statistics per replica
+    synchronized_batch_norms: tuple[str, ...] = ()  # Keras', `synchronized=True`
+    masking_layers: tuple[str, ...] = ()  # that create a mask
+    drawing_layers: tuple[str, ...] = ()  # that drew random numbers
+    train_step: str | None = None  # the model's class, if it overrides `train_step`
+    loss_functions: tuple[str, ...] = ()  # losses that are plain functions
+    sample_weights: bool = False  # in the batches
+    half_precision: bool = False  # a layer computes in float16 or bfloat16
+    finite_on_one_device: bool = True  # all weights
     finite_on_replicas: bool = True
-    moved_enough: bool = True
+    moved_enough: bool = True  # the variables, for a wrong step to show
 
     @property
     def uneven_batches(self) -> tuple[str, ...]:
-        """The batches that the replicas cannot share evenly, in words."""
+        """The batches that the replicas cannot share evenly."""
         return tuple(
             f"batch {number} of {rows} rows"
             for number, rows in enumerate(self.batch_rows, start=1)

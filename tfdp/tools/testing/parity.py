@@ -1,4 +1,4 @@
-"""`check_parity`: N replicas against one device, on the user's own model and data."""
+"""`check_parity`: N replicas against one device, on the user's model and data."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from tfdp.strategies.devices import find_devices
 from tfdp.strategies.in_words import unsaid
 from tfdp.tools.testing.batches import collect_batches, row_count
 from tfdp.tools.testing.changes import CHANGES
-from tfdp.tools.testing.comparison import Comparison, Setting, compare
+from tfdp.tools.testing.comparison import Setting, compare
 from tfdp.tools.testing.crashes import describe_error
 from tfdp.tools.testing.diagnosis import diagnose as find_causes
 from tfdp.tools.testing.report import Finding, ParityReport
 
 RANDOM_LAYERS = ("off", "keep")
 COARSE = (
-    "computed in float32 for the check: in half precision every difference is within "
-    "what rounding explains, but that rounding would also hide a wrong step"
+    "computed in float32 for the check: in half precision rounding explains every "
+    "difference, but would also hide a wrong step"
 )
 
 
@@ -43,44 +43,42 @@ def check_parity(
 ) -> ParityReport:
     """Trains a model on one device and on N replicas, and compares every variable.
 
-    Both start from the same weights and take the same global batches through `fit`. For
-    a variable w, with w_1 on one device and w_r on replica r, each step must hold
+    Both start from equal weights and train on the same global batches through `fit`.
+    For a variable w, with w_1 on one device and w_r on replica r, each step must
+    satisfy
 
         max_r |w_r - w_1| <= 8 spread + 2 t u |w| + 2 sqrt(n) u travel
 
-    where the right side is what the order of float32 sums explains: the spread of
-    one-device trainings that differ by rounding only, and the rounding of t updates
-    and of sums over n rows (u the unit round-off, travel the way that w went). Where it
-    does not hold, the report names the known causes, found by experiment. Where
-    rounding in half precision would hide a wrong step, the layers of the model compute
-    in float32 in a second comparison, which decides.
+    The right side is the effect of the order of float32 sums: the spread of one-device
+    trainings that differ only by rounding, and the rounding of t updates and of sums
+    over n rows (u is the unit round-off, travel the sum of w's changes). On failure the
+    report names the known causes, found by experiment. If rounding in half precision
+    would hide a wrong step, a second comparison with the layers in float32 decides.
 
     Args:
-      build: makes, compiles and returns a new model. It is called under the strategy's
-        scope and under none, with `keras.utils.set_random_seed(seed)` before.
+      build: creates, compiles and returns a new model. Called inside and outside of the
+        strategy's scope, after `keras.utils.set_random_seed(seed)`.
       data: a tuple of arrays (x, y) or (x, y, sample_weight); or a `tf.data.Dataset` or
-        another iterable of global batches. Of arrays with more batches than `steps` the
-        first ones and the last, perhaps short, one are taken.
+        another iterable of global batches. Of arrays with more batches than `steps` it
+        uses the first ones and the last, perhaps short, one.
       strategy: a strategy of this process; or a number of replicas, at least 2, for a
-        `tfdp.DataParallelStrategy` on the first such devices; None: on all devices.
+        `tfdp.DataParallelStrategy` on the first devices; None: on all devices.
       steps: training steps, at least 1.
       batch_size: rows of a global batch, at least 1; for arrays only.
       seed: for `build`, and for the order of rows on one device; 0 or more.
       random_layers: "off" sets the rates of dropout and noise to 0, because they draw
         differently on every replica by design; "keep" leaves them.
-      diagnose: look for the causes of a failure, which takes a handful of further
-        comparisons.
+      diagnose: find the causes of a failure, by a handful of further comparisons.
       raise_on_failure: raise instead of returning a report that is not `ok`.
 
     Returns:
-      A `ParityReport`: `print` it, or ask for `ok`, `rows`, `causes`, `to_json()`.
+      A `ParityReport`: `print` it, or use `ok`, `rows`, `causes`, `to_json()`.
 
     Raises:
-      ConfigurationError: when an argument is not as above.
-      DeviceError: when there are fewer devices than replicas.
-      ScopeError: when called inside a strategy's scope.
-      ParityError: when `raise_on_failure` is set and the check fails; its `report`
-        holds the report.
+      ConfigurationError: an argument is invalid.
+      DeviceError: there are fewer devices than replicas.
+      ScopeError: it was called inside a strategy's scope.
+      ParityError: `raise_on_failure` is set and the check fails; see its `report`.
 
     Cost: 5 short trainings, 4 of them on one device; up to 10 in half precision.
 
@@ -126,46 +124,32 @@ def check_parity(
 def compare_and_report(
     setting: Setting, diagnose: bool
 ) -> tuple[ParityReport, Exception | None]:
-    """What `check_parity` finds, also of a strategy with one replica.
+    """Implements `check_parity`, also for a strategy with one replica.
 
-    Args:
-      setting: what is trained.
-      diagnose: as there.
-
-    Returns:
-      The report, and what the training under the strategy has raised.
+    Returns the report, and the error of the training under the strategy, if any.
     """
+    causes: tuple[Finding, ...] = ()
+    notes = []
     with _float32_products(), unsaid():
         comparison = compare(setting)
-        notes = []
         if comparison.is_too_coarse:
-            # How much a half-precision kernel rounds depends on the processor; whether
-            # the replicas' sums are right does not.
+            # Rounding in half precision depends on the processor, unlike the
+            # correctness of the replicas' sums.
             notes.append(COARSE)
             setting = CHANGES["compute_in_float32"](setting)
             comparison = compare(setting)
-        causes: tuple[Finding, ...] = ()
         if diagnose and not comparison.ok:
             causes = find_causes(setting, comparison)
-    return _report(setting, comparison, causes, notes), comparison.error
-
-
-def _report(
-    setting: Setting,
-    comparison: Comparison,
-    causes: tuple[Finding, ...],
-    notes: list[str],
-) -> ParityReport:
-    error = comparison.error
     if comparison.switched_off:
         notes.append(
-            "switched off for the check, because each replica draws on its own by "
+            "switched off for the check, because each replica draws independently by "
             f"design: {', '.join(comparison.switched_off)}"
         )
-    return ParityReport(
+    error = comparison.error
+    report = ParityReport(
         model=comparison.model.name,
         strategy=type(setting.strategy).__name__,
-        replicas=setting.strategy.num_replicas_in_sync,
+        replicas=setting.replicas,
         steps=len(setting.batches),
         batch_rows=tuple(row_count(batch) for batch in setting.batches),
         seed=setting.seed,
@@ -176,11 +160,12 @@ def _report(
         loss_replicas=comparison.loss_replicas,
         error=None if error is None else describe_error(error),
     )
+    return report, error
 
 
 @contextlib.contextmanager
 def _float32_products() -> Iterator[None]:
-    """No TensorFloat-32, whose 10 bits would hide most of what is looked for."""
+    """Disables TensorFloat-32, whose 10 bits would hide most errors."""
     before = tf.config.experimental.tensor_float_32_execution_enabled()
     tf.config.experimental.enable_tensor_float_32_execution(False)
     try:
@@ -192,17 +177,14 @@ def _float32_products() -> Iterator[None]:
 def _check_arguments(
     build: Any, steps: Any, batch_size: Any, seed: Any, random_layers: Any
 ) -> None:
-    # A model is callable, too.
+    # Models are callable.
     if not callable(build) or isinstance(build, keras.Model):
         raise ConfigurationError(
-            "build must be a function without arguments that makes, compiles and "
+            "build must be a function without arguments that creates, compiles and "
             f"returns a model. Received: {type(build).__name__}."
         )
-    for name, value, least in [
-        ("steps", steps, 1),
-        ("batch_size", batch_size, 1),
-        ("seed", seed, 0),
-    ]:
+    counts = (("steps", steps, 1), ("batch_size", batch_size, 1), ("seed", seed, 0))
+    for name, value, least in counts:
         if not is_whole(value, least):
             raise ConfigurationError(
                 f"{name} must be an integer of at least {least}. Received: {value!r}."
@@ -214,7 +196,7 @@ def _check_arguments(
     if tf.distribute.has_strategy():
         raise ScopeError(
             "check_parity was called inside a strategy's scope. Call it outside: it "
-            "builds the model under the scope itself, and once more under none."
+            "calls build() inside and outside of the scope itself."
         )
 
 
@@ -231,15 +213,13 @@ def _choose_strategy(strategy: Any) -> tf.distribute.Strategy:
     replicas = strategy.num_replicas_in_sync
     if replicas < 2:
         raise ConfigurationError(
-            "The strategy has one replica, which is one device: there is nothing to "
-            "compare. Call tfdp.use_virtual_devices(2) before TensorFlow starts, or "
-            "name more devices."
+            "The strategy has only one replica: there is nothing to compare. Call "
+            "tfdp.use_virtual_devices(2) before TensorFlow starts, or add devices."
         )
     if len(strategy.extended.worker_devices) != replicas:
         raise ConfigurationError(
-            f"{type(strategy).__name__} spreads over several processes, of which this "
-            "is one. Check the model on one host, with as many virtual devices as "
-            "there are replicas."
+            f"{type(strategy).__name__} spans several processes. Check the model on "
+            f"one host, with {replicas} virtual devices."
         )
     return strategy
 
@@ -247,7 +227,7 @@ def _choose_strategy(strategy: Any) -> tf.distribute.Strategy:
 def _strategy_of(replicas: int) -> DataParallelStrategy:
     if replicas < 2:
         raise ConfigurationError(
-            f"strategy as a number of replicas must be at least 2. "
+            "strategy as a number of replicas must be at least 2. "
             f"Received: {replicas}."
         )
     devices = find_devices()

@@ -1,4 +1,4 @@
-"""What a parity check found: plain data, a table to read, JSON for machines."""
+"""The result of a parity check: plain data, a table to read, JSON."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from typing import Any
 from tfdp.tools.report.text import format_table
 from tfdp.tools.testing.rounding import excess
 
-# A bound above this share of a variable's movement shows nothing: a wrong step would
-# be within it.
+# A bound above this share of a variable's movement would hide a wrong step.
 LARGEST_TELLING_SHARE = 0.1
 
-# The cause that is a choice of the model's, and no fault.
+# A choice of the model, not an error.
 INTENDED = "batch normalization per replica"
-# The cause that only says that rounding hides everything else.
+# Rounding hides everything else.
 HIDDEN_BY_ROUNDING = "nothing to tell by"
 
 HOLDS, EXCEEDS, TOO_SMALL = "holds", "exceeds", "too small to tell"
@@ -25,21 +24,21 @@ HOLDS, EXCEEDS, TOO_SMALL = "holds", "exceeds", "too small to tell"
 
 @dataclasses.dataclass(frozen=True)
 class VariableRow:
-    """One variable: how far N replicas are from one device, and how far they may be.
+    """One variable: its distance between N replicas and one device, and the bound.
 
-    `largest_difference` and `bound` belong to the step where their ratio is largest.
+    `largest_difference` and `bound` are those of the step with the largest ratio.
 
     Args:
       path: the variable's path, layer names first.
       shape: its shape.
       trainable: whether the optimizer updates it.
       largest_difference: largest magnitude, over its elements and all replicas.
-      bound: what rounding explains of it; see `tfdp.tools.testing.rounding`.
-      movement: how far the variable moved on one device from its initial value.
-      step: the step of the two figures, from 1.
-      first_step_over: the first step at which the bound does not hold; None: never.
+      bound: the effect of rounding; see `tfdp.tools.testing.rounding`.
+      movement: largest distance on one device from the initial value.
+      step: the step of `largest_difference` and `bound`, from 1.
+      first_step_over: the first step that exceeds the bound; None: never.
       update_ratio: length of the first update on N replicas over that on one device;
-        None when it did not move.
+        None: it did not move.
     """
 
     path: str
@@ -54,7 +53,7 @@ class VariableRow:
 
     @property
     def ratio(self) -> float:
-        """Difference over bound: above 1 rounding does not explain it."""
+        """Difference over bound; rounding does not explain a ratio above 1."""
         return excess(self.largest_difference, self.bound)
 
     @property
@@ -72,10 +71,10 @@ class VariableRow:
         return bool(self.movement) and self.verdict != TOO_SMALL
 
 
-def be_conclusive(rows: Sequence[VariableRow]) -> bool:
-    """Whether half of the trained variables moved far enough for errors to show.
+def are_conclusive(rows: Sequence[VariableRow]) -> bool:
+    """Whether half of the trained variables moved far enough to show errors.
 
-    Some never do: a bias before a normalisation has no gradient but rounding.
+    Some never do: a bias before a normalization has no gradient but rounding.
     """
     moved = [row for row in rows if row.trainable and row.movement]
     return bool(moved) and 2 * sum(row.tells for row in moved) >= len(moved)
@@ -83,7 +82,7 @@ def be_conclusive(rows: Sequence[VariableRow]) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One known cause, found by its evidence.
+    """A known cause with its evidence.
 
     Args:
       cause: its short name, the same in every version.
@@ -101,31 +100,27 @@ class Finding:
 
     def __str__(self) -> str:
         places = f": {', '.join(self.where)}" if self.where else ""
-        parts = [
-            ("found by: ", self.evidence),
-            ("why: ", self.why),
-            ("instead: ", self.instead),
-        ]
+        parts = {"found by": self.evidence, "why": self.why, "instead": self.instead}
         lines = [f"cause: {self.cause}{places}"]
-        lines += [_wrapped(label, text) for label, text in parts if text]
+        lines += [_wrapped(f"{name}: ", text) for name, text in parts.items() if text]
         return "\n".join(lines)
 
 
 @dataclasses.dataclass(frozen=True)
 class ParityReport:
-    """What `check_parity` found. `print(report)` is the table.
+    """The result of `check_parity`. `print(report)` is the table.
 
     Args:
       model: the model's name.
       strategy: the class of the strategy.
-      replicas: how many.
-      steps: training steps taken.
+      replicas: number of replicas.
+      steps: training steps.
       batch_rows: rows of each global batch.
-      seed: what `build` and the order of rows were seeded with.
+      seed: of `build` and the order of rows.
       rows: one per variable, in the model's order.
-      causes: what is known to make such a difference, where the check fails.
-      notes: what was done to the model for the check.
-      loss_one_device: what `fit` reported; None when there is no loss.
+      causes: the known causes of a failure.
+      notes: changes that the check made to the model.
+      loss_one_device: the loss that `fit` reported; None: there is none.
       loss_replicas: the same on N replicas.
       error: what training under the strategy raised; None: nothing.
     """
@@ -145,21 +140,18 @@ class ParityReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every variable holds, and enough of them moved enough to tell."""
-        return self.error is None and not self.exceeding and be_conclusive(self.rows)
+        """Whether every variable holds, and enough are conclusive."""
+        return self.error is None and not self.exceeding and are_conclusive(self.rows)
 
     @property
     def inconclusive(self) -> bool:
-        """Whether nothing exceeds its bound, but a wrong step would be within it."""
+        """Whether no bound is exceeded, but the bounds would hide a wrong step."""
         known = {finding.cause for finding in self.causes} - {HIDDEN_BY_ROUNDING}
         return not (self.ok or self.error or self.exceeding or known)
 
     @property
     def is_intended(self) -> bool:
-        """Whether all that differs is batch normalization per replica, by design.
-
-        The experiment says so: with these layers frozen every variable holds.
-        """
+        """Whether the only cause is batch normalization per replica, by design."""
         names = {finding.cause for finding in self.causes}
         return self.error is None and names == {INTENDED}
 
@@ -171,26 +163,21 @@ class ParityReport:
     def to_json(self) -> dict[str, Any]:
         """Plain data for `json.dump`; numbers that are not finite become strings."""
         plain = dataclasses.asdict(self)
-        plain["ok"] = self.ok
-        plain["inconclusive"] = self.inconclusive
-        plain["is_intended"] = self.is_intended
+        for name in ("ok", "inconclusive", "is_intended"):
+            plain[name] = getattr(self, name)
         for row, derived in zip(plain["rows"], self.rows, strict=True):
-            row["ratio"] = derived.ratio
-            row["verdict"] = derived.verdict
+            row |= {"ratio": derived.ratio, "verdict": derived.verdict}
         return _finite(plain)
 
     def __str__(self) -> str:
         blocks = ["\n".join(self._heading())]
         if self.rows:
             rows = [TITLES, *map(_cells, self.rows)]
-            # Names to the left, figures to the right, what is said of them to the left.
             blocks.append(format_table(rows, left=(0, len(TITLES) - 1)))
         causes = [str(finding) for finding in self.causes]
-        # The last word is what counts: a failure's cause, or that there is none.
-        if self.is_intended:
-            blocks += [*causes, self._summary()]
-        else:
-            blocks += [self._summary(), *causes]
+        # Ends with what counts: the cause of a failure, or that there is none.
+        summary = [self._summary()]
+        blocks += [*causes, *summary] if self.is_intended else [*summary, *causes]
         return "\n\n".join(blocks)
 
     def _heading(self) -> list[str]:
@@ -211,24 +198,23 @@ class ParityReport:
         if self.error is not None:
             return f"FAILS: training under the strategy raised {self.error}"
         total = len(self.rows)
+        over = (
+            f"{len(self.exceeding)} of {total} variables differ by more than rounding"
+        )
+        over += " explains"
         if self.is_intended:
             return (
-                "HOLDS, but for batch normalization (intended): "
-                f"{len(self.exceeding)} of {total} variables are further apart than "
-                "rounding explains, because each replica normalizes with its own rows; "
-                "with these layers frozen all hold"
+                f"HOLDS, but for batch normalization (intended): {over}, because each "
+                "replica normalizes its own rows; with these layers frozen all hold"
             )
         if self.exceeding:
             worst = max(self.exceeding, key=lambda row: row.ratio)
-            return (
-                f"FAILS: {len(self.exceeding)} of {total} variables are further apart "
-                f"than rounding explains; the furthest, {worst.ratio:.1e} times the "
-                f"bound: {worst.path}"
-            )
+            times = f"{worst.ratio:.1e} times the bound"
+            return f"FAILS: {over}; the worst, {times}: {worst.path}"
         if self.inconclusive:
             return (
-                "CANNOT TELL: most variables moved by less than ten times what "
-                "rounding explains, so that a wrong step would not show"
+                "INCONCLUSIVE: most variables moved by less than ten times what "
+                "rounding explains, which would hide a wrong step"
             )
         if not self.ok:
             return "FAILS: rounding moves most variables about as far as training does"
@@ -237,7 +223,7 @@ class ParityReport:
         return (
             f"HOLDS: all {total} variables are within what rounding explains; the "
             f"largest difference is {largest:.2f} of its bound"
-            + (f"; {silent} moved too little to tell" if silent else "")
+            + (f"; {silent} moved too little to be conclusive" if silent else "")
         )
 
 
@@ -260,9 +246,8 @@ def _cells(row: VariableRow) -> tuple[str, ...]:
 
 
 def _wrapped(label: str, text: str) -> str:
-    return textwrap.fill(
-        text, 88, initial_indent=label, subsequent_indent=" " * len(label)
-    )
+    indent = " " * len(label)
+    return textwrap.fill(text, 88, initial_indent=label, subsequent_indent=indent)
 
 
 def _finite(value: Any) -> Any:

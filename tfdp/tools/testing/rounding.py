@@ -1,28 +1,25 @@
-"""How far two trainings may drift apart when only rounding differs.
+"""How far two trainings may differ if only rounding differs.
 
-N replicas compute what one device does, in another order of summation: each sums over
-its own rows, then the sums are added. What that explains is measured and bounded.
+N replicas sum in another order than one device: each over its own rows, then over
+replicas. The effect is measured and bounded.
 
-Measured: the one-device training is repeated ("twins") with the rows of every batch in
-another order, so that sums over the batch are taken in another order, and with the
-inputs and the initial weights moved by one rounding each. The latter stands for the
-sums that this does not reach: a computed sum is the exact sum of terms perturbed by
-rounding (Higham 2002, section 4.2), a computed product Wx the exact product of a
-perturbed W (section 3.5), and N replicas round them differently because kernels block
-small batches in another way. The twins' steps go through the same layers and the same
-optimizer, so whatever amplifies rounding (Adam with gradients near zero, cancellation)
-is in it.
+Measured: the one-device training is repeated ("twins") with permuted rows, which
+reorders sums over the batch, and with inputs and initial weights each perturbed by one
+rounding. The perturbation represents all other sums: a computed sum is the exact sum of
+terms perturbed by rounding (Higham 2002, section 4.2), a computed product Wx the exact
+product of a perturbed W (section 3.5), and kernels block small batches differently. The
+twins contain whatever amplifies rounding (Adam with gradients near zero, cancellation).
 
-Bounded: with n rows, a sum of n terms in any order is off by about sqrt(n) u times
-their size (Higham and Mary 2019, section 3; the certain bound, Higham 2002 eq. 4.4, has
-n in place of sqrt(n)), and adding an update to a weight w rounds by u |w|. Both
-trainings do it, hence twice:
+Bounded: a sum of n terms in any order is off by about sqrt(n) u times their size
+(Higham and Mary 2019, section 3; the certain bound, Higham 2002 eq. 4.4, has n instead
+of sqrt(n)), and adding an update to a weight w rounds by u |w|; twice, for both
+trainings:
 
     bound = SAFETY * spread + 2 t u |w| + 2 sqrt(n) u travel
 
-after t steps, where `spread` is the largest difference between the movements of the
-twins and of the one-device training, `|w|` the variable's largest value and `travel`
-the sum over steps of its largest change.
+after t steps with n rows, where `spread` is the largest difference between the
+movements of the twins and of the one-device training, `|w|` the variable's largest
+value and `travel` the sum over steps of its largest change.
 """
 
 from __future__ import annotations
@@ -31,8 +28,8 @@ import math
 
 import numpy as np
 
-# The spread is that of a few twins, and a twin differs from one device by one rounding
-# per weight, where a dot product of k terms rounds k times: sqrt(k) is 8 for k = 64.
+# A twin differs by one rounding per weight, but a dot product of k terms has k: sqrt(k)
+# is 8 for k = 64.
 SAFETY = 8.0
 
 
@@ -46,16 +43,16 @@ def bound(
     variable_round_off: float,
     compute_round_off: float,
 ) -> float:
-    """What rounding explains of a variable's difference; see the module.
+    """The effect of rounding on a variable's difference; see the module.
 
     Args:
       spread: largest difference in movement between twins and one device.
-      step: number of steps taken, from 1.
+      step: number of steps, from 1.
       largest_weight: largest magnitude of the variable.
       travel: sum over the steps of the variable's largest change.
       rows: rows of the largest global batch.
-      variable_round_off: u of the type in which the variable is stored.
-      compute_round_off: u of the coarsest type that the model computes in.
+      variable_round_off: u of the variable's dtype.
+      compute_round_off: u of the coarsest dtype that the model computes in.
     """
     stored = 2 * step * variable_round_off * largest_weight
     summed = 2 * math.sqrt(rows) * compute_round_off * travel
@@ -63,7 +60,7 @@ def bound(
 
 
 def largest(values: np.ndarray) -> float:
-    """The largest magnitude; infinite when a value is not finite."""
+    """The largest magnitude; infinite if a value is not finite."""
     if values.size == 0:
         return 0.0
     found = float(np.max(np.abs(values.astype(np.float64))))
@@ -72,18 +69,18 @@ def largest(values: np.ndarray) -> float:
 
 def difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """a - b, in float64."""
-    # Infinite weights are for `largest` to tell.
+    # `largest` detects infinite weights.
     with np.errstate(invalid="ignore"):
         return a.astype(np.float64) - b.astype(np.float64)
 
 
 def largest_difference(a: np.ndarray, b: np.ndarray) -> float:
-    """The largest magnitude of a - b; infinite when a value is not finite."""
+    """The largest magnitude of a - b; infinite if a value is not finite."""
     return largest(difference(a, b))
 
 
 def excess(difference: float, bound: float) -> float:
-    """Difference over bound: above 1 the bound does not hold; infinite without one."""
+    """Difference over bound; above 1 exceeds it; infinite without a bound."""
     if difference == 0 and math.isfinite(bound):
         return 0.0
     return difference / bound if 0 < bound < math.inf else math.inf
@@ -92,7 +89,7 @@ def excess(difference: float, bound: float) -> float:
 def nudge(
     values: np.ndarray, unit: float, generator: np.random.Generator
 ) -> np.ndarray:
-    """`values`, each moved up or down by one rounding: w (1 +- 2 unit)."""
+    """Moves each value up or down by one rounding: w (1 +- 2 unit)."""
     signs = generator.choice(np.array([-1.0, 1.0]), size=values.shape)
     moved = values.astype(np.float64) * (1 + 2 * unit * signs)
     return moved.astype(values.dtype)

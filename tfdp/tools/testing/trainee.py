@@ -1,4 +1,4 @@
-"""One model in training: built, set to given values, trained through `fit`, read."""
+"""A model that can be built, set to given values, trained by `fit`, and read."""
 
 from __future__ import annotations
 
@@ -16,39 +16,26 @@ from tfdp.step.find_optimizers import optimizers_of
 from tfdp.tools.testing.batches import Batch, as_dataset
 from tfdp.tools.testing.model_parts import random_layers, switch_off_random_layers
 
-# Changes a model that was just built; told how many replicas it will have.
+# (new model, number of replicas): modifies the model.
 ModelChange = Callable[[keras.Model, int], None]
-# Gets the step, from 1, and per weight the arrays of its replicas.
+# (step from 1, for each weight the arrays of its replicas).
 OnStep = Callable[[int, list[list[np.ndarray]]], None]
 
 
 @dataclasses.dataclass
 class Trainee:
-    """A model that can be trained again and again from the same start.
-
-    Args:
-      build: makes a compiled model; called under the strategy's scope.
-      strategy: None: on one device.
-      device: the one device, where `strategy` is None.
-      seed: for everything that is drawn while building.
-      keep_random_layers: leave dropout and noise as they are.
-      changes: made to each model that was built.
-    """
+    """A model that can be trained repeatedly from the same start."""
 
     build: Callable[[], keras.Model]
-    strategy: tf.distribute.Strategy | None
-    device: str
-    seed: int
-    keep_random_layers: bool = False
+    strategy: tf.distribute.Strategy | None  # None: on one device
+    device: str  # the one device
+    seed: int  # for building
+    keep_random_layers: bool = False  # dropout and noise
     changes: Sequence[ModelChange] = ()
     jit_compile: bool | None = None
 
     def make(self, first_batch: Batch) -> None:
-        """Builds the model, its variables and those of its optimizers.
-
-        Raises:
-          ConfigurationError: when `build` does not return a compiled, built model.
-        """
+        """Builds the model, its variables and those of its optimizers."""
         keras.utils.set_random_seed(self.seed)
         with self._placed():
             self.model = _checked(self.build())
@@ -67,32 +54,23 @@ class Trainee:
 
     @property
     def replicas(self) -> int:
-        """The number of replicas, 1 on one device."""
         return 1 if self.strategy is None else self.strategy.num_replicas_in_sync
 
     def values(self) -> list[np.ndarray]:
-        """Everything that training changes: weights, random states, optimizer slots."""
+        """All state of training: weights, random states, optimizer slots."""
         return [variable.numpy() for variable in self._state()]
 
     def load(self, values: Sequence[np.ndarray], *, rates: bool = True) -> None:
-        """Sets what `values` gave, also of another trainee.
-
-        Args:
-          values: as `values` gives them.
-          rates: whether learning rates are set as well.
-
-        Raises:
-          ConfigurationError: when they do not fit: `build` made another model.
-        """
+        """Restores `values()` of any trainee; learning rates only with `rates`."""
         if len(self._state()) > self._made_variables:
-            # Training has made variables of its own, which only a new model is without.
+            # Training created variables, which only a new model lacks.
             self.make(self._first_batch)
         state = self._state()
         shapes = [tuple(variable.shape) for variable in state]
         if shapes != [value.shape for value in values]:
             raise ConfigurationError(
-                "build() made models with different variables when it was called "
-                f"twice: of shapes {shapes} and {[value.shape for value in values]}."
+                "build() made models with different variables in two calls, of shapes "
+                f"{shapes} and {[value.shape for value in values]}."
             )
         with self._placed():
             for variable, value in zip(state, values, strict=True):
@@ -100,21 +78,24 @@ class Trainee:
                     variable.assign(value)
 
     def train(self, batches: Sequence[Batch], on_step: OnStep) -> float | None:
-        """Takes one step per batch; the loss that `fit` reports."""
-        watch = _Watch(self._read_weights, len(batches), on_step)
+        """Runs one step per batch; returns the loss that `fit` reports."""
+        # With steps_per_execution the last execution may exceed the data.
+        watch = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: on_step(
+                min(int(batch) + 1, len(batches)),
+                [self._copies(weight) for weight in self.model.weights],
+            )
+        )
         with self._device():
+            dataset = as_dataset(batches)
             history = self.model.fit(
-                as_dataset(batches),
-                epochs=1,
-                shuffle=False,
-                verbose=0,
-                callbacks=[watch],
+                dataset, epochs=1, shuffle=False, verbose=0, callbacks=[watch]
             )
         losses = history.history.get("loss")
         return float(losses[-1]) if losses else None
 
     def random_states(self) -> dict[str, list[np.ndarray]]:
-        """Layer name -> the states of its random generators."""
+        """Layer name -> states."""
         states: dict[str, list[np.ndarray]] = {}
         for layer, generator in random_layers(self.model):
             states.setdefault(layer.name, []).append(generator.state.numpy())
@@ -124,26 +105,19 @@ class Trainee:
         found = list(self.model.variables)
         for optimizer in optimizers_of(self.model):
             found += optimizer.variables
-        unique = {id(variable): variable for variable in found}
-        return list(unique.values())
-
-    def _read_weights(self) -> list[list[np.ndarray]]:
-        return [self._copies(weight) for weight in self.model.weights]
+        return list({id(variable): variable for variable in found}.values())
 
     def _copies(self, weight: keras.Variable) -> list[np.ndarray]:
-        """The weight on each replica; one array where it has no copies to compare."""
-        value = weight.value
-        synchronization = getattr(value, "synchronization", None)
-        if (
-            self.strategy is None
-            or synchronization == tf.VariableSynchronization.ON_READ
-        ):
-            return [weight.numpy()]
-        copies = [
-            copy.numpy()
-            for copy in self.strategy.experimental_local_results(value)
-            if tuple(copy.shape) == tuple(weight.shape)  # not a shard
-        ]
+        """The weight on each replica; one array if it is not replicated."""
+        copies = []
+        on_read = tf.VariableSynchronization.ON_READ
+        is_on_read = getattr(weight.value, "synchronization", None) == on_read
+        if self.strategy is not None and not is_on_read:
+            copies = [
+                copy.numpy()
+                for copy in self.strategy.experimental_local_results(weight.value)
+                if tuple(copy.shape) == tuple(weight.shape)  # not a shard
+            ]
         return copies or [weight.numpy()]
 
     @contextlib.contextmanager
@@ -156,18 +130,6 @@ class Trainee:
         if self.strategy is None:
             return tf.device(self.device)
         return contextlib.nullcontext()
-
-
-class _Watch(keras.callbacks.Callback):
-    """Reads the weights after every step that `fit` tells of."""
-
-    def __init__(self, read: Callable[[], Any], steps: int, on_step: OnStep):
-        super().__init__()
-        self._read, self._steps, self._on_step = read, steps, on_step
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        # With steps_per_execution the last execution may reach past the data.
-        self._on_step(min(int(batch) + 1, self._steps), self._read())
 
 
 def _checked(model: Any) -> keras.Model:
