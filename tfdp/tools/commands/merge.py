@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
     from tfdp.strategies.quiet import import_tensorflow_quietly
 
     import_tensorflow_quietly()
-    from tfdp.checkpoint.merge import merge_parts
+    from tfdp.checkpoint import merge_parts
     from tfdp.tools.commands.check_target import ENDED_ITSELF, load_build, parse_target
 
     build = None

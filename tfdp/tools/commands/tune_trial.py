@@ -58,7 +58,7 @@ def _figures(orders: TrialOrders) -> tuple[dict[str, Any], bool]:
     import_tensorflow_quietly()
     import keras
 
-    from tfdp.layers.rematerialization import remat
+    from tfdp import remat
     from tfdp.tools.planning.keras_profile import inputs_of, profile_of
 
     setting = Setting.from_json(orders.setting)

@@ -9,13 +9,13 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdp import use_virtual_devices
 from tfdp.checks import is_whole
 from tfdp.cluster.machine import usable_cores
 from tfdp.errors import ConfigurationError, DeviceError
 from tfdp.plan.communication import Communication
 from tfdp.plan.shards import Sharding, sharding_of
 from tfdp.plan.topology import Topology
-from tfdp.strategies.devices import use_virtual_devices
 from tfdp.tools.planning.liveness import ORDERS, StepMemory, dry_run
 from tfdp.tools.planning.memory_plan import MemoryPlan, sent_bytes
 from tfdp.tools.planning.step_graph import NOT_KNOWN, Op, StepGraph

@@ -11,6 +11,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdp import DataParallelStrategy, MultiHostDataParallelStrategy
+from tfdp import remat as recompute
 from tfdp._private.keras_models import (
     build_as_declared,
     given_losses,
@@ -21,15 +23,12 @@ from tfdp.cluster import Cluster
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.host_group import HostGroup
 from tfdp.hosts.host_link import HostLink, Ranges
-from tfdp.layers.rematerialization import remat as recompute
 from tfdp.plan.communication import Communication
 from tfdp.plan.shards import Sharding
 from tfdp.sharding.updates import host_of
 from tfdp.step.jit import take_over_jit
 from tfdp.step.table_rows import Table, sums_repeated_rows, tables_of
-from tfdp.strategies.data_parallel import DataParallelStrategy
 from tfdp.strategies.devices import find_devices
-from tfdp.strategies.multi_host import MultiHostDataParallelStrategy
 from tfdp.tools.planning.any_rows import AnyRows, UnclearLength, rows_to_trace
 from tfdp.tools.planning.step_graph import StepGraph, StoredVariable
 from tfdp.tools.planning.trace import read_graph

@@ -10,8 +10,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdp import DataParallelStrategy
 from tfdp.planning import plan
-from tfdp.strategies.data_parallel import DataParallelStrategy
 from tfdp.strategies.in_words import unsaid
 
 ROWS, STEPS = 256, 3

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
-from tfdp.strategies.data_parallel import DataParallelStrategy
+from tfdp import DataParallelStrategy
 from tfdp.strategies.in_words import unsaid
 from tfdp.tools.bench.one_process.interleave import turns
 from tfdp.tools.selftest.memory import build_large, build_small, make_batch

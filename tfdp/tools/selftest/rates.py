@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from tfdp.strategies.data_parallel import DataParallelStrategy
+from tfdp import DataParallelStrategy
 from tfdp.tools.bench.one_process.interleave import time_in_turn
 from tfdp.tools.bench.one_process.reduction import make_gradients, make_reduction
 

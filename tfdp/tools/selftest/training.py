@@ -9,8 +9,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdp import DataParallelStrategy
 from tfdp.errors import CollectiveError, ParityError
-from tfdp.strategies.data_parallel import DataParallelStrategy
 from tfdp.tools.testing.batches import collect_batches
 from tfdp.tools.testing.comparison import Setting
 from tfdp.tools.testing.parity import compare_and_report

@@ -9,10 +9,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdp import DataParallelStrategy
 from tfdp.checks import is_whole
 from tfdp.cluster.machine import restart_in_words
 from tfdp.errors import ConfigurationError, DeviceError, ParityError, ScopeError
-from tfdp.strategies.data_parallel import DataParallelStrategy
 from tfdp.strategies.devices import find_devices
 from tfdp.strategies.in_words import unsaid
 from tfdp.tools.testing.batches import collect_batches, row_count
