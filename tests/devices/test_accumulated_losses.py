@@ -71,7 +71,7 @@ SYNC = tfdp.sync.LocalSGD(every=2, start_step=100, across="replicas")
 
 @pytest.mark.parametrize("options", [{"accumulate_steps": 2}, {"sync": SYNC}])
 def test_losses_over_unlike_numbers_are_told(options):
-    with pytest.warns(LocalMeanWarning, match="means over unlike numbers"):
+    with pytest.warns(LocalMeanWarning, match="means over different numbers"):
         trained(MIXED, 2, **options)
 
 

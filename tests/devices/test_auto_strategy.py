@@ -249,7 +249,10 @@ def test_hosts_that_train_apart_are_one_host(monkeypatch, capfd):
 @pytest.mark.parametrize(
     "make, words",
     [
-        (lambda: tfdp.DataParallelStrategy(), "across='hosts' lets hosts train apart"),
+        (
+            lambda: tfdp.DataParallelStrategy(),
+            "across='hosts' lets hosts train locally",
+        ),
         (lambda: StandInStrategy(2), "StandInStrategy cannot"),
     ],
 )

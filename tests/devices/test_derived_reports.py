@@ -93,7 +93,7 @@ def test_a_number_that_is_made_of_a_replicas_own_as_well_is_told():
     def more(model, loss):
         return {"entropy": model.mean.result() + tf.reduce_sum(model.inner.weights[0])}
 
-    with pytest.warns(LocalMeanWarning, match="made of a metric's result and of"):
+    with pytest.warns(LocalMeanWarning, match="computed from a metric's result and"):
         reported(make_strategy(2), more)
 
 

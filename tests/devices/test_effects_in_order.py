@@ -312,7 +312,7 @@ CHANGES = {
     "counter": (lambda v, x: v.assign_add(1.0), "is counted up by each of 2 replicas"),
     "sum": (lambda v, x: v.assign_add(tf.reduce_sum(x)), None),
     "maximum": (lambda v, x: v.assign(tf.maximum(v, tf.reduce_max(x))), None),
-    "of before": (lambda v, x: v.assign(0.9 * v), "by what it was before"),
+    "of before": (lambda v, x: v.assign(0.9 * v), "from its previous value"),
     "of rows": (lambda v, x: v.assign(tf.reduce_mean(x)), "of its own rows"),
     "of all rows": (lambda v, x: v.assign(over_replicas(tf.reduce_sum(x))), None),
     "a number": (lambda v, x: v.assign(2.0), None),

@@ -48,7 +48,7 @@ def build():
 
 def test_rows_that_fill_a_batch_up_are_refused():
     strategy = tfdp.DataParallelStrategy(["CPU:0", "CPU:1"], pad_batches=True)
-    with pytest.raises(ConfigurationError, match="the filling would be in it"):
+    with pytest.raises(ConfigurationError, match="the padding would be in it"):
         train(strategy, build, data=classification_data(21), batch_size=8, epochs=1)
 
 

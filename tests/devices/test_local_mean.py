@@ -296,7 +296,7 @@ def test_local_mean_of_what_is_partly_a_share_is_refused(mix, run_eagerly):
     def state(shared, by_hand):
         return tfdp.losses.local_mean(mix(shared, by_hand))
 
-    with pytest.raises(ConfigurationError, match="taken by hand alone"):
+    with pytest.raises(ConfigurationError, match="on the other part alone"):
         train(make_strategy(2), mixing(state), epochs=1, run_eagerly=run_eagerly)
 
 

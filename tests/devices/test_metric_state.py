@@ -140,16 +140,16 @@ NO_SUMS = {
     maximum: "a running maximum",
     maximum_of_joined: "a running maximum",
     last: "a value of the last batch",
-    constant: "all replicas have alike",
+    constant: "is equal on all replicas",
     average: "forgets",
-    average_by_added: "moves by what it holds",
-    average_by_subtracted: "moves by what it holds",
-    average_by_difference: "moves by what it holds",
-    running_mean: "moves by what it holds",
-    products: "something else than a sum",
+    average_by_added: "depends on its own value",
+    average_by_subtracted: "depends on its own value",
+    average_by_difference: "depends on its own value",
+    running_mean: "depends on its own value",
+    products: "old value plus a sum",
     sum_of_maxima: "such as of maxima",
     sum_of_squared_sums: "such as of maxima",
-    log_sum: "moves by what it holds",
+    log_sum: "depends on its own value",
 }
 
 
@@ -322,7 +322,7 @@ def test_rows_that_a_layer_mixes_are_not_told():
 @pytest.mark.worth_seconds(4)
 @pytest.mark.parametrize("function", NO_MEANS.values(), ids=NO_MEANS)
 def test_another_number_of_all_rows_is_told(function):
-    with pytest.warns(LocalStateWarning, match="no mean over them"):
+    with pytest.warns(LocalStateWarning, match="not a mean over them"):
         evaluated(make_strategy(3), lambda: function)
 
 
@@ -385,5 +385,5 @@ def test_a_mean_left_out_of_metrics_weighs_parts_by_their_rows(number):
 
 
 def test_a_number_of_an_own_step_that_is_no_mean_is_told():
-    with pytest.warns(LocalStateWarning, match="no mean over them"):
+    with pytest.warns(LocalStateWarning, match="not a mean over them"):
         reported_by_own_step(make_strategy(3), lambda loss, e: ops.sqrt(ops.mean(e)))

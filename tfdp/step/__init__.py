@@ -1,1 +1,1 @@
-"""What a replica does in one step besides the model's own arithmetic, in order."""
+"""What a replica does in a step in addition to the model's own computation."""

@@ -1,8 +1,7 @@
 """`AsyncMeans`: means over the groups that one step starts and a later step takes.
 
-Between hosts they travel meanwhile (`tfdp.hosts.async_exchanges`). Within a process
-memory is the wire, there is nothing to wait for, and they are only kept. Either way a
-checkpoint holds them: one that is written before they are there waits for them.
+Between hosts they are in flight meanwhile (`tfdp.hosts.async_exchanges`); within a
+process they are computed at once and stored. Checkpoints include, and wait for, them.
 """
 
 from __future__ import annotations
@@ -24,16 +23,11 @@ _tickets = itertools.count()
 
 
 class AsyncMeans(tf.Module):
-    """The means of one list of values, such as a fragment's outer gradients.
+    """The means of one list of values, such as a fragment's outer gradients; `late`
+    runs exchanges asynchronously, None computes the means at once.
 
-    Args:
-      late: what lets them travel while steps go on; None: nothing does.
-      devices: of the replicas of this process.
-      replicas: on all hosts.
-      label: names the exchange in errors.
-
-    Cost: where they travel late one copy of the values in this process while they do,
-    and one on its first device; else one on each device.
+    Cost: a copy of the values on each device; with `late` one in this process while
+    they are in flight, and one on its first device.
     """
 
     def __init__(
@@ -51,25 +45,16 @@ class AsyncMeans(tf.Module):
         self.kept: list[OfRanks] = []
 
     def grow(self, shape: Sequence[int], dtype: tf.DType) -> None:
-        """Makes room for one more value."""
+        given = shape, self._devices, dtype
         if self._late is None:
-            self.kept.append(OfRanks(shape, self._devices, dtype, is_alike=True))
-            return
-        place, late, ticket = len(self.kept), self._late, self._ticket
-        sums = late.sums
-        self.kept.append(_Late(shape, self._devices, dtype, sums, ticket, place))
+            self.kept.append(OfRanks(*given, is_alike=True))
+        else:
+            place = len(self.kept)
+            self.kept.append(_Late(self._late.sums, self._ticket, place, *given))
 
     def begin(self, values: Sequence[tf.Tensor], rank: int, mean: Means) -> tf.Tensor:
-        """Starts with the values of this replica.
-
-        Args:
-          values: as many as there is room for.
-          rank: the calling replica.
-          mean: how their mean is taken where it cannot travel late.
-
-        Returns:
-          What is there when that is done.
-        """
+        """Starts the mean of this replica's values; returns a tensor that is computed
+        when the start is done. `mean` computes it where it is not asynchronous."""
         if self._late is not None:
             return self._late.begin(values, rank, self._ticket, self._label)
         done = [
@@ -80,49 +65,48 @@ class AsyncMeans(tf.Module):
             return tf.constant(True)
 
     def arrived(self, rank: int) -> list[tf.Tensor]:
-        """The means, on every replica; waits for them where they are late."""
+        """The means, on every replica; waits for those in flight."""
         if self._late is None:
             return [kept.copies[rank].read_value() for kept in self.kept]
-        # What a checkpoint brought is in the first replica's; others give their shapes.
-        stored = [kept.copies[0] for kept in self.kept]
-        if rank:
-            own = [tf.zeros(kept.shape, kept.dtype) for kept in stored]
-        else:
-            own = [kept.read_value() for kept in stored]
+        # The first replica has what a checkpoint restored; others give their shapes.
+        own = [
+            tf.zeros(kept.shape, kept.dtype) if rank else kept.read_value()
+            for kept in (each.copies[0] for each in self.kept)
+        ]
         sums = self._late.take(own, rank, self._ticket)
         return [total / self._replicas for total in sums]
 
 
 class _Late(OfRanks):
-    """A sum that may still be on its way when a checkpoint asks for it."""
+    """A sum that may be in flight when a checkpoint reads it."""
 
     def __init__(
         self,
-        shape: Sequence[int],
-        devices: Sequence[str],
-        dtype: tf.DType,
         late: AsyncSums,
         ticket: int,
         place: int,
+        shape: Any,
+        devices: Any,
+        of: Any,
     ):
-        super().__init__(shape, devices, dtype, is_alike=True)
+        super().__init__(shape, devices, of, is_alike=True)
         self._late, self._ticket, self._place = late, ticket, place
 
     def rows(self) -> tf.Tensor:
-        """See `OfRanks.rows`; waits for what is on its way."""
+        """Waits for a sum in flight."""
         sums = self._late.look(self._ticket)
         if sums is None:
             return super().rows()
         return tf.constant(np.stack([sums[self._place]]))
 
     def assign_rows(self, rows: Any) -> None:
-        """See `OfRanks.assign_rows`; what was on its way is forgotten."""
+        """Discards a sum in flight."""
         self._late.forget(self._ticket)
         super().assign_rows(rows)
 
     def _restore_from_tensors(
         self, restored_tensors: dict[str, tf.Tensor]
     ) -> tf.Operation:
-        # What was on its way belongs to the training that is left here.
+        # A sum in flight belongs to the training before the restore.
         self._late.forget(self._ticket)
         return super()._restore_from_tensors(restored_tensors)

@@ -1,10 +1,8 @@
-"""A step begins when its batch is there: one that gets none changes nothing.
+"""Makes a step wait for its batch, so that a step without one changes nothing.
 
-Where input does not tell its length, Keras finds its end by a step that fails for want
-of a batch. TensorFlow starts an operation as soon as its own inputs are there, and some
-need nothing of a batch: counters, weight decay, seeds, the number of batches that a
-report is a mean over. Whether such a one was faster than the end differs from replica
-to replica, and their copies would differ from then on.
+For input of unknown length Keras detects the end by a step that fails for lack of a
+batch. Ops that need none (counters, weight decay, seeds) may have run by then, on some
+replicas, and their copies would diverge.
 """
 
 from __future__ import annotations
@@ -21,15 +19,7 @@ from tfdp._private.functions import library_code
 
 @contextlib.contextmanager
 def batch_first(step: Callable, arguments: Any) -> Iterator[Callable]:
-    """While this lasts, what replicas run waits for the batch of all of them.
-
-    Args:
-      step: what every replica runs.
-      arguments: nested per-replica values that it is given.
-
-    Yields:
-      `step`, to be run in its place.
-    """
+    """Within this, the yielded step waits for the batch of all replicas."""
     parts = [] if tf.executing_eagerly() else tensors_of_this_graph(arguments)
     if not parts:
         yield step
@@ -37,7 +27,7 @@ def batch_first(step: Callable, arguments: Any) -> Iterator[Callable]:
     with tf.control_dependencies(parts):
         there = tf.no_op("batch_is_there")
 
-    # Replicas are traced in threads, which have dependencies of their own.
+    # Replicas are traced in threads, which do not inherit control dependencies.
     @library_code
     @functools.wraps(step)
     def step_after_batch(*args: Any, **kwargs: Any) -> Any:
@@ -48,7 +38,7 @@ def batch_first(step: Callable, arguments: Any) -> Iterator[Callable]:
 
 
 def tensors_of_this_graph(arguments: Any) -> list[tf.Tensor]:
-    """Those among nested `arguments`, and among what they are made of."""
+    """The graph's tensors among nested `arguments`, and their components."""
     graph = tf.compat.v1.get_default_graph()
     return [
         part

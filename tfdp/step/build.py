@@ -1,11 +1,9 @@
-"""Keras builds a model from its first batch: from the plain one, and where it can.
+"""Builds a model from its first batch, or leaves that to its `train_step`.
 
-Under a strategy Keras calls a model on the shapes of its first batch before it trains.
-On one device it leaves that out, so that a model of which only `train_step` says what
-to do with a batch trains there as it is. Such a model is left to its `train_step` here,
-too: what is not built yet is built while that is traced. So are optimizers of which a
-model of its own `train_step` has several: Keras would build the compiled one, which may
-be its default, for the variables of all of them.
+Under a strategy Keras calls a model on the shapes of its first batch before it trains;
+on one device it does not, so a model that only its `train_step` can call trains there.
+Such a model, and several optimizers of a model with its own `train_step`, are built
+while that is traced: Keras would build the compiled optimizer for all variables.
 """
 
 from __future__ import annotations
@@ -27,36 +25,32 @@ from tfdp.tracing.padded_batch import without_padding
 
 
 def builds_from_plain_batch(model: Any) -> None:
-    """Lets the symbolic build that `model` is about to do see a batch without marks.
-
-    Keras takes the strategy's scope right before it. With one replica it does not ask
-    the strategy for the batch, which may be a `PaddedBatch`.
-    """
+    """Makes the next symbolic build of `model` use a plain batch, no `PaddedBatch`."""
 
     def symbolic_build(iterator: Any = None, data_batch: Any = None) -> None:
         vars(model).pop(BUILD, None)
-        if not has_call(model):
-            return
+        if type(model).call is keras.Model.call:
+            return  # it cannot be called on a batch
         is_stock = is_stock_step(model.train_step)
         try:
             with contextlib.nullcontext() if is_stock else _without_optimizer(model):
                 batch = _with_a_row(without_padding(data_batch))
                 build_symbolically(model, iterator=iterator, data_batch=batch)
         except Exception as error:
-            # One device would not have called a built model: some stand no call without
-            # training (RandomCrop), or without the ragged tensors that they are given.
+            # One device does not call a built model: some cannot be called without
+            # training (RandomCrop), or without ragged tensors.
             if is_stock and (not model.built or isinstance(error, TfdpError)):
                 raise
             logging.getLogger("tfdp").debug(
-                "model %s is left to its train_step: %s", model.name, error
+                "model %s is built by its train_step: %s", model.name, error
             )
 
-    # The dictionary, not setattr: Keras' objects track what is set on them.
+    # Not setattr: Keras' objects track attributes.
     vars(model)[BUILD] = symbolic_build
 
 
 def _with_a_row(batch: Any) -> Any:
-    """The batch; on a host without rows with one, for layers refuse none."""
+    """The batch; on a host without rows with a synthetic one, as layers refuse none."""
 
     def of(value: Any) -> Any:
         shape = tf.TensorShape(getattr(value, "shape", None))
@@ -68,13 +62,7 @@ def _with_a_row(batch: Any) -> Any:
 
 
 def _without_optimizer(model: Any) -> contextlib.AbstractContextManager:
-    """While this lasts, Keras takes one of several optimizers for built."""
     is_one_of_several = model.optimizer and len(optimizers_of(model)) > 1
     if not is_one_of_several:
         return contextlib.nullcontext()
     return instance_attributes(model.optimizer, {"built": True})
-
-
-def has_call(model: Any) -> bool:
-    """Whether `model` can be called on a batch."""
-    return type(model).call is not keras.Model.call

@@ -1,20 +1,18 @@
-"""A replica without rows computes on a borrowed one, which counts for nothing.
+"""Gives a replica without rows a dummy row, which contributes nothing.
 
-A short batch leaves replicas without rows. Zero rows are what programs are not made
-for: kernels refuse them (oneDNN's convolutions), Keras takes a first axis of 0 for no
-axis, and a mean over them is not a number. So while a step of a Keras model runs, such
-a replica gets the first row of replica 0: a value that the model can take. It stays
-without rows in all that counts (`ReplicaRun.counts`), and what it computes is left out:
+A short batch leaves replicas without rows, and programs fail on zero rows: oneDNN's
+convolutions refuse them, Keras treats a first axis of 0 as no axis, a mean over them is
+NaN. So while a step of a Keras model runs, such a replica gets a copy of the first row
+of replica 0. `ReplicaRun.counts` still counts 0 rows, and its results are excluded:
 
     loss                its gradients are 0
-    sums over replicas  it adds 0: denominators, synchronised statistics
+    sums over replicas  it adds 0: denominators, synchronized statistics
     metrics             its sums stay as they are
-    state of layers     has a weight of 0 in the mean that comes with the gradients
+    state of layers     has weight 0 in the mean that is summed with the gradients
     predictions         the row is cut off again
 
-The alternative, rows of weight 0 (`padded_batch`), has each loss, metric and layer
-weigh rows in every batch, and must refuse losses that layers add. Here one boolean per
-replica tells; where the shapes tell already, nothing is added to the graph.
+Unlike padding (`padded_batch`), this supports `add_loss`. Static shapes need no extra
+ops.
 """
 
 from __future__ import annotations
@@ -34,8 +32,8 @@ from tfdp._private.optimizer_hooks import variables_built_with
 from tfdp.data.split import rows_between
 from tfdp.errors import ConfigurationError
 from tfdp.sharding.variables import ShardedVariable, shard_kind
-from tfdp.tracing.assigned_terms import as_tensors, handles_of, passed_on
-from tfdp.tracing.dependencies import are_of_sums_alone, batch_keys
+from tfdp.tracing.assigned_terms import as_tensors, handles_of, linear_sources
+from tfdp.tracing.dependencies import are_reduced, batch_keys
 from tfdp.tracing.keras_steps import is_stock_step, name_of_step
 from tfdp.tracing.replica_invariance import GATHERED_ROWS
 from tfdp.tracing.run import ReplicaRun, trace_of
@@ -48,16 +46,13 @@ def add_dummy_rows(
     """`arguments` with at least one row for every replica, in cross-replica context.
 
     Args:
-      arguments: nested per-replica values, of `run.counts` rows each; the values of a
-        single replica are plain ones.
-      run: to note in who has rows of its own, and what the replicas get.
-      devices: of the replicas.
-      hosts: how many there are. A single replica has rows where it is the only one.
+      arguments: nested per-replica values; plain values for a single replica.
+      run: records which replicas have own rows, and their batches.
+      hosts: number of hosts. A single replica on a single host always has rows.
 
-    Cost: where the shapes leave open who has rows, replica 0 sends each other replica
-    its first row.
+    Cost: with dynamic shapes, replica 0 sends each other replica its first row.
     """
-    run.lends_rows = True
+    run.adds_dummy_rows = True
     counts = run.counts
     if counts is None or (len(counts) == 1 and hosts == 1):
         return arguments
@@ -65,7 +60,7 @@ def add_dummy_rows(
     if all(own is True for own in owns):
         return arguments
     run.owns_rows = owns
-    run.makes_rows_up = hosts > 1 and owns[0] is not True
+    run.has_synthetic_rows = hosts > 1 and owns[0] is not True
 
     def fill(value: Any) -> Any:
         parts = _parts_of(value, len(owns))
@@ -82,10 +77,8 @@ def add_dummy_rows(
         ]
         return _joined(value, filled)
 
-    if share_memory(devices):
-        filled = _filled_on_host(arguments, owns, devices[0])
-    else:
-        filled = None
+    in_one_memory = share_memory(devices)
+    filled = _filled_on_host(arguments, owns, devices[0]) if in_one_memory else None
     if filled is None:
         filled = tf.nest.map_structure(fill, arguments, expand_composites=False)
     run.batches = parts_by_replica(filled, len(counts))
@@ -93,7 +86,7 @@ def add_dummy_rows(
 
 
 def drop_dummy_rows(outputs: Any, run: ReplicaRun) -> Any:
-    """The replicas' `outputs` without borrowed rows, in cross-replica context."""
+    """The replicas' `outputs` without dummy rows, in cross-replica context."""
     if run.owns_rows is None:
         return outputs
     owns = run.owns_rows
@@ -114,32 +107,24 @@ def drop_dummy_rows(outputs: Any, run: ReplicaRun) -> Any:
 def ignores_dummy_rows(
     step: Any, optimizers: Sequence[Any], run: ReplicaRun
 ) -> Iterator[None]:
-    """While this lasts, borrowed rows count for nothing in what a model learns.
-
-    Keras' own `train_step` takes the gradient of what `compute_loss` returns, so it is
-    enough that this is 0. What another one takes the gradient of is not known; there
-    the gradients are made 0 when the optimizer gets them.
-
-    Args:
-      step: of a model, or a prediction.
-      optimizers: whichever the step may call.
-      run: the strategy's current run.
-    """
+    """Within this, a model learns nothing from dummy rows: Keras' own `train_step`
+    differentiates the result of `compute_loss`, which is set to 0; for other steps the
+    gradients are set to 0 when the optimizer gets them."""
     if run.owns_rows is None or not name_of_step(step):
         yield
         return
     model = step.__self__
-    leads: list[tuple[Any, str, Callable]] = [
+    overrides: list[tuple[Any, str, Callable]] = [
         (optimizer, "apply", functools.partial(_apply, optimizer, optimizer.apply, run))
         for optimizer in optimizers
     ]
     run.loss_is_own = is_stock_step(step)
     if run.loss_is_own:
         compute = functools.partial(_own_loss, model.compute_loss, run)
-        leads.append((model, "compute_loss", compute))
+        overrides.append((model, "compute_loss", compute))
     with contextlib.ExitStack() as stack:
-        for target, name, led in leads:
-            stack.enter_context(instance_attributes(target, {name: led}))
+        for target, name, method in overrides:
+            stack.enter_context(instance_attributes(target, {name: method}))
         yield
 
 
@@ -155,7 +140,7 @@ def _apply(
     gradients: Sequence[Any],
     trainable_variables: Any = None,
 ) -> Any:
-    if run.is_updating:  # another optimizer calls it, with what all replicas share
+    if run.is_updating:  # called by another optimizer, with reduced gradients
         return apply(gradients, trainable_variables)
     rank = current_rank()
     stored = handles_of(run.local_state.get(trace_of(rank), {}).values(), rank)
@@ -165,15 +150,15 @@ def _apply(
     variables = list(built_with or [None] * len(own))
     places = []
     for place, (gradient, variable) in enumerate(zip(own, variables, strict=True)):
-        # What is stored in shards has been summed already, of own parts.
+        # Gradients of sharded variables were reduced already, without dummy rows.
         is_sum = variable is not None and shard_kind(variable) is ShardedVariable
         if gradient is None or is_sum or run.is_own_gradient(rank, gradient):
             continue
-        # What a step has accumulated itself is of rows that it had before.
-        if not passed_on([gradient], stored):
+        # Accumulators of the step hold gradients of earlier, real rows.
+        if not linear_sources([gradient], stored):
             places.append(place)
-    # What a step has added up over replicas is of the rows of all.
-    are_whole = are_of_sums_alone([own[place] for place in places], keys)
+    # What a step has summed over replicas itself depends on the rows of all.
+    are_whole = are_reduced([own[place] for place in places], keys)
     for place, is_whole in zip(places, are_whole, strict=True):
         if not is_whole:
             own[place] = run.own_gradient(rank, own[place])
@@ -182,7 +167,7 @@ def _apply(
 
 
 def _either(condition: Any, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
-    """`yes()` or `no()`; decided now where `condition` is known now."""
+    """`yes()` or `no()`; decided while tracing if `condition` is static."""
     if isinstance(condition, bool):
         return yes() if condition else no()
     return tf.cond(condition, yes, no)
@@ -192,7 +177,7 @@ def _part_or(row: Any, own: Any, part: Any, device: str) -> Any:
     with tf.device(device):
         filled = _either(own, lambda: part, lambda: row)
     if isinstance(part, tf.SparseTensor):
-        # Layers are built from the length of rows, which a conditional forgets.
+        # Layers are built from the static row length, which `tf.cond` forgets.
         filled.set_shape([None, *part.shape[1:]])
     return filled
 
@@ -202,18 +187,12 @@ def _part_or_nothing(own: Any, part: Any) -> Any:
 
 
 def _filled_on_host(arguments: Any, owns: Sequence[Any], device: str) -> Any:
-    """`arguments` with rows for every replica; None where a part is not dense.
-
-    One question for the whole batch, and on the host, where the parts come from. (With
-    memories of their own, all devices would have to send their parts there.)
-    """
+    """Fills with one conditional for the whole batch, on the host, where the parts come
+    from; None where a part is not dense."""
     leaves = tf.nest.flatten(arguments, expand_composites=False)
-    places = [
-        place
-        for place, value in enumerate(leaves)
-        if _have_rows(_parts_of(value, len(owns)))
-    ]
-    batch = [_parts_of(leaves[place], len(owns)) for place in places]
+    parts_of = [_parts_of(leaf, len(owns)) for leaf in leaves]
+    places = [place for place, parts in enumerate(parts_of) if _have_rows(parts)]
+    batch = [parts_of[place] for place in places]
     if not all(isinstance(part, tf.Tensor) for parts in batch for part in parts):
         return None
 
@@ -222,12 +201,8 @@ def _filled_on_host(arguments: Any, owns: Sequence[Any], device: str) -> Any:
         results = []
         for parts in batch:
             row = tf.concat([parts[0], row_like(parts[0])], axis=0)[:1]
-            results.append(
-                [
-                    tf.concat([part, row[:count]], axis=0)
-                    for part, count in zip(parts, missing, strict=True)
-                ]
-            )
+            pairs = zip(parts, missing, strict=True)
+            results.append([tf.concat([part, row[:n]], axis=0) for part, n in pairs])
         return results
 
     with tf.device(device):
@@ -238,14 +213,13 @@ def _filled_on_host(arguments: Any, owns: Sequence[Any], device: str) -> Any:
 
 
 def _parts_of(value: Any, replicas: int) -> list[Any]:
-    """One for each replica; none where `value` is no part of a batch."""
+    """One part for each replica; none where `value` is no part of a batch."""
     if isinstance(value, PerReplica):
         return list(value.values)
     return [value] if replicas == 1 else []
 
 
 def _joined(value: Any, parts: Sequence[Any]) -> Any:
-    """Parts in the place of those of `value`."""
     return PerReplica(parts) if isinstance(value, PerReplica) else parts[0]
 
 
@@ -254,61 +228,48 @@ def _have_rows(parts: Sequence[Any]) -> bool:
 
 
 def row_like(part: Any) -> Any:
-    """One row like those of `part`, on a host where no replica has any."""
+    """A synthetic row like those of `part`, for a host where no replica has rows."""
     if isinstance(part, tf.SparseTensor):
         shape = tf.concat([[1], tf.maximum(part.dense_shape[1:], 1)], axis=0)
-        none = tf.zeros([0, part.shape.rank], tf.int64)
-        return tf.SparseTensor(
-            none, tf.zeros([0], part.dtype), tf.cast(shape, tf.int64)
-        )
+        none, shape = tf.zeros([0, part.shape.rank], tf.int64), tf.cast(shape, tf.int64)
+        return tf.SparseTensor(none, tf.zeros([0], part.dtype), shape)
     if isinstance(part, tf.RaggedTensor):
-        # Of one element, for the same reason as below.
+        # With one element, so that means exist; see below.
         splits = tf.constant([0, 1], part.row_splits.dtype)
         one = row_like(part.values)
         return tf.RaggedTensor.from_row_splits(one, splits, validate=False)
     shape = tf.concat([[1], tf.maximum(tf.shape(part)[1:], 1)], axis=0)
     if part.dtype == tf.string:
-        row = tf.fill(shape, "1")  # a word that is not masked, and a number
+        row = tf.fill(shape, "1")  # not masked, and can be parsed as a number
     elif not part.dtype.is_floating:
-        # One 1 and zeros behind it: a label, or words of which one is not masked
-        # (`mask_zero`), for a mean over none is not a number.
+        # A 1 and then zeros: a valid label, or words of which one is not masked
+        # (`mask_zero`), because a mean over none is NaN.
         places = tf.reshape(tf.range(tf.reduce_prod(shape)), shape)
         row = tf.cast(tf.equal(places, 0), part.dtype)
     else:
-        # Between 0 and 1 and no two alike: logarithms, roots and deviations exist.
+        # Distinct values between 0 and 1: logarithms, roots and deviations exist.
         places = tf.cast(tf.range(1, tf.reduce_prod(shape) + 1), tf.float32)
         spread = places / tf.cast(tf.reduce_prod(shape) + 1, tf.float32)
         row = tf.cast(tf.reshape(spread, shape), part.dtype)
-    # A length of 0 became 1, where it is that of the longest of no words.
+    # A length of 0 became 1, the length of the longest of no words.
     known = [None if length == 0 else length for length in part.shape[1:]]
     return tf.ensure_shape(row, [1, *known])
 
 
-# What a replica without rows brings to a gather: nothing.
-#
-# It computes on a row that another one has, which is in the gather already. Rows that
-# fill a batch up would be in the gather as well: refused.
-
-
-def with_own_gathers(step: Callable, run: ReplicaRun) -> Callable:
-    """`step`, whose `all_gather` along the first axis leaves borrowed rows out.
-
-    Args:
-      step: what every replica runs.
-      run: in which it is traced.
-    """
+def with_real_gathers(step: Callable, run: ReplicaRun) -> Callable:
+    """Wraps `step`: its `all_gather` along the first axis leaves dummy rows out."""
     if tf.executing_eagerly():
         return step
 
     @library_code
     @functools.wraps(step)
-    def step_with_own_gathers(*args: Any, **kwargs: Any) -> Any:
+    def step_with_real_gathers(*args: Any, **kwargs: Any) -> Any:
         context = tf.distribute.get_replica_context()
-        led = {"all_gather": functools.partial(_gather, context, run)}
-        with instance_attributes(context, led):
+        gather = {"all_gather": functools.partial(_gather, context, run)}
+        with instance_attributes(context, gather):
             return step(*args, **kwargs)
 
-    return step_with_own_gathers
+    return step_with_real_gathers
 
 
 def _gather(
@@ -316,76 +277,60 @@ def _gather(
 ) -> Any:
     original = type(context).all_gather.__get__(context)
     if axis == 0:
-        _refuse_filling(run, value)
+        _refuse_padding(run, value)
         value = tf.nest.map_structure(lambda part: _own_rows(run, part), value)
-    return tf.nest.map_structure(
-        lambda rows: tf.identity(rows, name=GATHERED_ROWS),
-        original(value, axis, options),
-    )
+    gathered = original(value, axis, options)
+    name = functools.partial(tf.identity, name=GATHERED_ROWS)
+    return tf.nest.map_structure(name, gathered)
 
 
-def _refuse_filling(run: ReplicaRun, value: Any) -> None:
+def _refuse_padding(run: ReplicaRun, value: Any) -> None:
     padding = run.padding_of(current_rank())
     if padding is None:
         return
     for part in tf.nest.flatten(value):
         if tf.TensorShape(part.shape)[:1] == [padding.rows]:
             raise ConfigurationError(
-                "all_gather was asked for what has a row for each row of a batch that "
-                "was filled up to a fixed size (pad_batches): the filling would be in "
-                "it. Leave out pad_batches, or give batches of one size "
-                "(drop_remainder=True), which are not filled up."
+                "all_gather was called on a tensor with a row for each row of a batch "
+                "that was padded to a fixed size (pad_batches): the padding would be "
+                "in it. Leave out pad_batches, or give batches of one size "
+                "(drop_remainder=True), which are not padded."
             )
 
 
 def _own_rows(run: ReplicaRun, value: Any) -> Any:
-    """`value` without borrowed rows, where its length is one of rows.
-
-    That is not known while the graph is built, where replicas borrow; a number that
-    each replica has is of a known length.
-    """
-    if not isinstance(value, tf.Tensor) or value.shape.rank == 0:
-        return value
-    if value.shape[0] is not None or run.owns_rows is None:
+    """`value` without dummy rows, if its length is dynamic, as that of rows is then."""
+    has_axis = isinstance(value, tf.Tensor) and value.shape.rank != 0
+    if not has_axis or value.shape[0] is not None or run.owns_rows is None:
         return value
     own = tf.cast(run.has_own_rows(current_rank()), tf.int32)
     return value[: tf.shape(value)[0] * own]
 
 
-# One static shape for the parts of a batch, whatever rows each replica has.
-#
-# Where shapes are known while a step is traced, replicas may have other numbers of
-# rows: five on three replicas are 2, 2 and 1. What Keras and TensorFlow build of a part
-# may then differ in its operations (one row is broadcast), and with them the order in
-# which the gradients of branches come. Exchanges that belong to gradients - shards of
-# weights, synchronized batch normalization, a layer's own `all_reduce` - meet by their
-# order: they would add what does not belong together, silently where shapes are equal.
-# So replicas that differ in their rows are traced as if nobody knew them. How many
-# there are stays known to what weighs losses (`ReplicaRun.counts`).
-#
-# A host does not know the rows of others while it traces, and what is known of shapes
-# also decides what has to be asked of all hosts. So with several hosts no rows are
-# known, as in most of Keras' batches. What else might move the sums of shards is an
-# error: between hosts each is named by the read of the weight that it belongs to.
-
-
 def with_unified_shapes(arguments: Any, run: ReplicaRun) -> Any:
-    """`arguments`, in cross-replica context, with the same static shapes on all.
+    """`arguments` with equal static shapes on all replicas, in cross-replica context.
 
-    Args:
-      arguments: nested per-replica values.
-      run: to note in what the replicas get.
+    With static shapes replicas may have different numbers of rows (five on three are 2,
+    2 and 1), and so Keras and TensorFlow may build different ops (one row is broadcast)
+    and gradients in a different order. Exchanges that belong to gradients (sharded
+    weights, synchronized batch normalization, `all_reduce` in a layer) are paired by
+    their order: they would add unrelated tensors, silently if shapes are equal. So
+    replicas with different rows are traced with dynamic shapes; `ReplicaRun.counts`
+    keeps the numbers.
+
+    The rows of other hosts are not available while tracing, so with several hosts all
+    rows are dynamic, as in most of Keras' batches.
     """
     if tf.executing_eagerly() or run.counts is None:
         return arguments
     may_differ = run.spans_hosts and not run.hosts_are_alike
     if len(run.counts) == 1 and not may_differ:
         return arguments
-    # Who has no row has borrowed one.
+    # Replicas without rows have a dummy row.
     known = [max(n, 1) if isinstance(n, int) else None for n in run.counts]
     forgotten = known if may_differ else []
 
-    def alike(value: Any) -> Any:
+    def unified(value: Any) -> Any:
         parts = value.values if isinstance(value, PerReplica) else [value]
         if len(parts) != len(known):
             return value
@@ -395,7 +340,7 @@ def with_unified_shapes(arguments: Any, run: ReplicaRun) -> Any:
         relaxed = [_of_shape(part, shape) for part in parts]
         return PerReplica(relaxed) if isinstance(value, PerReplica) else relaxed[0]
 
-    relaxed = tf.nest.map_structure(alike, arguments, expand_composites=False)
+    relaxed = tf.nest.map_structure(unified, arguments, expand_composites=False)
     run.batches = parts_by_replica(relaxed, len(run.counts))
     return relaxed
 
@@ -403,7 +348,7 @@ def with_unified_shapes(arguments: Any, run: ReplicaRun) -> Any:
 def _shape_of_all(
     parts: Sequence[Any], forgotten: Sequence[int | None]
 ) -> list[int | None] | None:
-    """The static shape that all parts are to have; None: that which they have."""
+    """The static shape that all parts should get; None: the one that they have."""
     if not all(isinstance(part, tf.Tensor) and part.shape.rank for part in parts):
         return None
     if len({part.shape.rank for part in parts}) != 1:
@@ -417,5 +362,5 @@ def _shape_of_all(
 
 def _of_shape(part: tf.Tensor, shape: list[int | None]) -> tf.Tensor:
     with tf.device(part.device):
-        # The one operation that forgets a shape.
+        # The only op that forgets a static shape.
         return tf.raw_ops.PlaceholderWithDefault(input=part, shape=shape)

@@ -1,9 +1,8 @@
-"""Rounds of hosts that may die and come back: the meeting, and how a host comes in.
+"""Outer steps with elastic hosts, which may die and rejoin.
 
-before a step   a host that has just begun, or was left out, waits for the state of a
-                live peer and goes on with it; one that others wait for gives its own
-a meeting       the mean over the hosts that are present; a host that was left out
-                keeps what it has until it is given the state
+Before a step, a host that joins, or was left out, waits for the state of a live peer
+and adopts it. An outer step averages over the present hosts; a host that was left out
+keeps its values until it gets the state.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from tfdp.hosts.elastic_group import LEFT_OUT, MET
 from tfdp.sync.rounds import Sync
 from tfdp.variables.local_view import LocalView
 
-# Of a sync: what it must be here, and why.
+# Allowed values of a sync's options, and why.
 ALLOWED = {
     "across": ("hosts", "replicas of one host live and die together"),
     "start_step": (0, "synchronous updates need all hosts in every step"),
@@ -30,28 +29,21 @@ ALLOWED = {
 }
 
 
+#: Returns all variables that a joining host needs.
+State = Callable[[], Sequence[LocalView]]
+
+
 class ElasticRounds:
-    """What `Rounds` asks where hosts may die.
+    """The elastic part of `Rounds`."""
 
-    Args:
-      pipeline: to this host's replicas, and to the other hosts.
-      devices: of the replicas.
-      state: all variables that a host which comes in needs.
-    """
-
-    def __init__(
-        self,
-        pipeline: ElasticPipeline,
-        devices: Sequence[str],
-        state: Callable[[], Sequence[LocalView]],
-    ):
+    def __init__(self, pipeline: ElasticPipeline, devices: Sequence[str], state: State):
         self._pipeline, self._devices, self._state = pipeline, devices, state
         with tf.init_scope(), tf.device(devices[0]):
             start = tf.constant(True)
             self._exchanges = ResourceVariable(start, trainable=False)
 
     def before_step(self) -> None:
-        """Outside of replicas: gives or takes the state, where that is due."""
+        """Outside of replicas: sends or receives the state, if due."""
 
         def exchange() -> tf.Tensor:
             variables = self._state()
@@ -69,41 +61,26 @@ class ElasticRounds:
         with tf.device(self._devices[0]):
             tf.cond(self._exchanges, exchange, lambda: tf.constant(False))
 
-    def meet(
+    def synchronize(
         self,
         count: tf.Tensor,
         values: Sequence[tf.Tensor],
         rank: int,
         move: Callable[[Sequence[tf.Tensor]], tf.Tensor],
     ) -> tf.Tensor:
-        """In a replica, after an update with which a round ends.
-
-        Args:
-          count: of updates.
-          values: what this host brings.
-          rank: the calling replica.
-          move: uses the means.
-        """
+        """In a replica, after an update that ends a round: averages `values` over the
+        present hosts and passes the means to `move`, unless this host was left out."""
         means, outcome = self._pipeline.meet(count, values, rank)
         if rank == 0:
             self._exchanges.assign(tf.not_equal(outcome, MET))
-        return tf.cond(
-            tf.not_equal(outcome, LEFT_OUT),
-            lambda: move(means),
-            lambda: tf.constant(False),
-        )
+        is_in = tf.not_equal(outcome, LEFT_OUT)
+        return tf.cond(is_in, lambda: move(means), lambda: tf.constant(False))
 
 
 def elastic_rounds(
-    sync: Sync,
-    strategy: tf.distribute.Strategy,
-    state: Callable[[], Sequence[LocalView]],
+    sync: Sync, strategy: tf.distribute.Strategy, state: State
 ) -> ElasticRounds | None:
-    """Those of a strategy whose hosts may die; None: of any other.
-
-    Raises:
-      ConfigurationError: `sync` does not go with that.
-    """
+    """For a strategy with elastic hosts; refuses options that it does not support."""
     reducer = strategy.extended.reducer
     if not isinstance(reducer, ElasticPipeline):
         return None

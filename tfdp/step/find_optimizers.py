@@ -1,4 +1,4 @@
-"""The optimizers that a model holds, and those that they hold."""
+"""Finds the optimizers of a model, nested ones included."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Mapping
 from typing import Any
 
 import keras
+from keras.optimizers import Optimizer
 
 
-def optimizers_of(model: Any) -> list[keras.optimizers.Optimizer]:
-    """The optimizers that `model` holds: the compiled one, and those of its attributes,
-    also in lists and dictionaries."""
+def optimizers_of(model: Any) -> list[Optimizer]:
+    """The compiled optimizer of `model`, and those in attributes, lists and dicts."""
     if not isinstance(model, keras.Model):
         return []
     # By identity: a GAN may hold two optimizers that compare equal.
-    unique: dict[int, keras.optimizers.Optimizer] = {}
+    unique: dict[int, Optimizer] = {}
     values = [getattr(model, "optimizer", None), *vars(model).values()]
     seen: set[int] = set()
     while values:
         value = values.pop(0)
-        if isinstance(value, keras.optimizers.Optimizer):
+        if isinstance(value, Optimizer):
             unique.setdefault(id(value), value)
         elif isinstance(value, (list, tuple, Mapping)) and id(value) not in seen:
             seen.add(id(value))  # a list may hold itself
@@ -27,16 +27,14 @@ def optimizers_of(model: Any) -> list[keras.optimizers.Optimizer]:
     return list(unique.values())
 
 
-def innermost_optimizers(
-    optimizer: keras.optimizers.Optimizer,
-) -> list[keras.optimizers.Optimizer]:
-    """The optimizers that reduce and update, within a loss scaler or a group."""
+def innermost_optimizers(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizers that reduce and update, inside a loss scaler or a group."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     return list(getattr(inner, "optimizers", None) or [inner])
 
 
 def names_of_updates(model: Any) -> list[str]:
-    """The scopes in which the optimizers that `model` holds update its weights."""
+    """The name scopes in which the optimizers of `model` update its weights."""
     return [
         leaf.name
         for owner in optimizers_of(model)

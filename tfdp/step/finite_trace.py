@@ -1,16 +1,10 @@
-"""Where a number that is not finite came from: a batch, computed again and looked at.
+"""Finds where a number that is not finite came from, by recomputing the batch.
 
-The step of a batch that was left out runs once more, eagerly, replica after replica,
-with the weights that each replica has now, which are those from before that step. What
-it computes is looked at in the order in which it comes about:
-
-    weight      of the model, or of the optimizer's state, before anything is computed
-    input       the batch itself
-    layer       the outputs of layers, the innermost first
-    loss        what `compute_loss` returned
-    gradient    what the optimizer would get, before it is summed over the replicas
-
-Nothing is updated: optimizers only look on, and what the step stores is put back.
+The step of a skipped batch runs again, eagerly, replica after replica, with the current
+weights, which are those from before that step. It examines, in order of computation:
+weights and the optimizer's state, the batch, the outputs of layers (innermost first),
+the result of `compute_loss`, and gradients before they are summed over the replicas.
+Nothing is updated, and what the step stores is restored.
 """
 
 from __future__ import annotations
@@ -31,24 +25,18 @@ from tfdp._private.names import current_rank
 from tfdp._private.optimizer_hooks import variables_built_with
 from tfdp.sharding.variables import ShardedVariable
 from tfdp.step.find_optimizers import optimizers_of
-from tfdp.step.local_run import LooksApart
+from tfdp.step.local_run import LocalLook
 from tfdp.variables.local_view import LocalView
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Something that is not finite on one replica.
+    """Something that is not finite on one replica, by its global rank.
 
-    Args:
-      rank: the replica, among those of all hosts.
-      kind: "weight", "input", "layer", "loss" or "gradient"; "unknown" when the batch
-        could not be computed again.
-      name: of the variable, the part of the batch or the layer; the reason of an
-        "unknown".
-      nans, infinities: how many of its numbers.
-      numbers: how many it has.
-      row: of this replica's part of the batch, the first with one; None: it has no
-        rows.
+    `kind` is "weight", "input", "layer", "loss" or "gradient", or "unknown" when the
+    batch could not be recomputed; `name` that of the variable, the part of the batch or
+    the layer, or the reason of an "unknown". `row` is the first such row of this
+    replica's part of the batch; None: it has no rows.
     """
 
     rank: int
@@ -63,42 +51,37 @@ class Finding:
 def find_not_finite(
     model: keras.Model, batches: Sequence[Any] | None, first_rank: int
 ) -> list[Finding]:
-    """What is not finite, replica by replica, each in the order it came about.
-
-    Of layers the first one is told, of gradients all.
+    """What is not finite on each replica, in the order of computation: the first layer,
+    and all gradients.
 
     Args:
-      model: whose step it is.
-      batches: what each replica's step was given, as (args, kwargs), None for a replica
-        that has left out nothing; None: nobody kept it.
+      model: the model of the step.
+      batches: each replica's arguments of the step, (args, kwargs), None for a replica
+        that skipped nothing; None: they were not kept.
       first_rank: that of this process's first replica.
     """
-    strategy = model.distribute_strategy
-    looks = [
-        _Look(first_rank + rank)
-        for rank in range(len(strategy.extended.worker_devices))
-    ]
-    for rank, look in enumerate(looks):
-        for name, copy in state_of_replica(model, rank):
-            look.at("weight", name, copy.read_value())
-    if any(look.findings for look in looks):
-        return [finding for look in looks for finding in look.findings]
+    findings = weights_not_finite(model, first_rank)
+    if findings:
+        return findings
     if batches is None:
-        reason = "its batch was filled up to a fixed size (pad_batches)"
+        reason = "its batch was padded to a fixed size (pad_batches)"
         return [Finding(first_rank, "unknown", reason)]
+    strategy = model.distribute_strategy
+    ranks = range(len(strategy.extended.worker_devices))
+    looks = [_Look(first_rank + rank) for rank in ranks]
     bad = [one for one in zip(looks, batches, strict=True) if one[1] is not None]
     if not bad:
         return [Finding(first_rank, "unknown", "no replica has kept its batch")]
     for look, (args, _) in bad:
         for name, part in _named_parts(args):
             look.at("input", name, part, has_rows=True)
-    # The step runs on all replicas, on the others with what nobody looks at.
+    # The step runs on all replicas; results of the others are ignored.
     given = [bad[0][1] if batch is None else batch for batch in batches]
     try:
-        with _as_it_was(model), _looking(model, looks):
+        with _as_it_was(model), _examining(model, looks):
             _run_again(model, strategy, given, looks)
-    except Exception as error:  # what a model's own step may raise, nobody knows
-        # Keras says first where it was, and then what.
+    except Exception as error:  # a custom step may raise anything
+        # Keras' messages start with the location, then the error.
         lines = [line for line in str(error).splitlines() if line.strip()][:2]
         words = f"{type(error).__name__}: {' '.join(lines)}"
         bad[0][0].findings.append(Finding(bad[0][0].rank, "unknown", words))
@@ -119,7 +102,7 @@ def weights_not_finite(model: keras.Model, first_rank: int) -> list[Finding]:
 def state_of_replica(
     model: keras.Model, rank: int
 ) -> Iterator[tuple[str, tf.Variable]]:
-    """Weights and the optimizer's state as a replica of this process holds them."""
+    """Weights and the optimizer's state in the copies of a replica of this process."""
     states = [owner.variables for owner in optimizers_of(model)]
     for variable in itertools.chain(model.weights, *states):
         value = variable.value
@@ -132,24 +115,20 @@ def state_of_replica(
 
 
 class _Look:
-    """What one replica finds.
-
-    Args:
-      rank: among those of all hosts.
-    """
+    """The findings of one replica, by its global rank."""
 
     def __init__(self, rank: int):
         self.rank = rank
         self.findings: list[Finding] = []
 
     def at(self, kind: str, name: str, value: Any, *, has_rows: bool = False) -> bool:
-        """Looks at a tensor; whether it found something."""
+        """Examines a tensor; whether it found something."""
         if isinstance(value, (tf.RaggedTensor, tf.IndexedSlices, tf.SparseTensor)):
             value, has_rows = value.values, False
             if isinstance(value, tf.RaggedTensor):
                 value = value.flat_values
         if not isinstance(value, tf.__internal__.EagerTensor):
-            return False  # within a function that the model compiles by itself
+            return False  # within a function that the model compiles itself
         if not value.dtype.is_floating or tf.reduce_all(tf.math.is_finite(value)):
             return False
         nans = int(tf.math.count_nonzero(tf.math.is_nan(value)))
@@ -163,12 +142,11 @@ class _Look:
         return True
 
     def has(self, kind: str) -> bool:
-        """Whether it has found such a thing."""
         return any(finding.kind == kind for finding in self.findings)
 
 
-def _only_looks(optimizer: Any, looks: Sequence[_Look]) -> dict[str, Callable]:
-    """What an optimizer does meanwhile: it looks at gradients, and updates nothing."""
+def _examining_methods(optimizer: Any, looks: Sequence[_Look]) -> dict[str, Callable]:
+    """Method overrides for an optimizer: examine gradients, update nothing."""
 
     def apply(grads: Any, trainable_variables: Any = None) -> None:
         look = looks[current_rank()]
@@ -187,49 +165,40 @@ def _run_again(
     model: keras.Model, strategy: Any, batches: Sequence[Any], looks: Sequence[_Look]
 ) -> None:
     owned = optimizers_of(model)
-    # Those too that a model holds in an object of its own.
+    # Including those that a model holds in an object of its own.
     every = strategy.extended.made_optimizers.together_with(owned)
-    only_looks = [(o, _only_looks(o, looks)) for o in every]
-    structure = batches[0]
-    columns = zip(
-        *(tf.nest.flatten(batch, expand_composites=True) for batch in batches),
-        strict=True,
-    )
-    values = [
-        strategy.experimental_distribute_values_from_function(
-            functools.partial(_part_of, column, looks[0].rank)
+    examining = [(o, _examining_methods(o, looks)) for o in every]
+    structure, first_rank = batches[0], looks[0].rank
+    flat = [tf.nest.flatten(batch, expand_composites=True) for batch in batches]
+
+    def distributed(column: Sequence[tf.Tensor]) -> Any:
+        return strategy.experimental_distribute_values_from_function(
+            lambda context: column[context.replica_id_in_sync_group - first_rank]
         )
-        for column in columns
-    ]
 
     def again(parts: list[Any]) -> None:
-        for optimizer, methods in only_looks:
-            # On top of those that lead it in this run, and are gone with it.
+        for optimizer, methods in examining:
+            # On top of this run's overrides, with which they are removed.
             vars(optimizer).update(methods)
         arguments = tf.nest.pack_sequence_as(structure, parts, expand_composites=True)
         args, kwargs = arguments
         model.train_step(*args, **kwargs)
 
     with contextlib.ExitStack() as stack:
-        for optimizer, methods in only_looks:
+        for optimizer, methods in examining:
             stack.enter_context(instance_attributes(optimizer, methods))
-        is_apart = any(getattr(o, "sync", None) is not None for o in owned)
-        strategy.run(LooksApart(again) if is_apart else again, args=(values,))
-
-
-def _part_of(column: Sequence[tf.Tensor], first_rank: int, context: Any) -> tf.Tensor:
-    return column[context.replica_id_in_sync_group - first_rank]
+        is_local = any(getattr(o, "sync", None) is not None for o in owned)
+        values = [distributed(column) for column in zip(*flat, strict=True)]
+        strategy.run(LocalLook(again) if is_local else again, args=(values,))
 
 
 def _named_parts(args: Any) -> Iterator[tuple[str, Any]]:
-    """The tensors of a batch, under names that a person knows."""
     if len(args) != 1:
         parts = {f"argument {place}": part for place, part in enumerate(args)}
     else:
         names = ("x", "y", "sample_weight")
-        parts = dict(
-            zip(names, keras.utils.unpack_x_y_sample_weight(*args), strict=True)
-        )
+        given = keras.utils.unpack_x_y_sample_weight(*args)
+        parts = dict(zip(names, given, strict=True))
     for name, part in parts.items():
         for path, leaf in keras.tree.flatten_with_path(part):
             where = "".join(f"[{key!r}]" for key in path)
@@ -238,19 +207,27 @@ def _named_parts(args: Any) -> Iterator[tuple[str, Any]]:
 
 
 @contextlib.contextmanager
-def _looking(model: keras.Model, looks: Sequence[_Look]) -> Iterator[None]:
-    """While this lasts, each replica looks at what `model` computes."""
+def _examining(model: keras.Model, looks: Sequence[_Look]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for layer in layers_within(model):
             if layer is not model:
-                led = {"call": _looked_at(layer.call, layer, looks)}
-                stack.enter_context(instance_attributes(layer, led))
-        of_model = {"compute_loss": _loss_looked_at(model.compute_loss, looks)}
+                call = {"call": _examined(layer.call, layer, looks)}
+                stack.enter_context(instance_attributes(layer, call))
+        compute = model.compute_loss
+
+        @functools.wraps(compute)
+        def examined_loss(*args: Any, **kwargs: Any) -> Any:
+            loss = compute(*args, **kwargs)
+            if loss is not None:
+                looks[current_rank()].at("loss", "the loss", tf.convert_to_tensor(loss))
+            return loss
+
+        of_model = {"compute_loss": examined_loss}
         stack.enter_context(instance_attributes(model, of_model))
         yield
 
 
-def _looked_at(call: Callable, layer: Any, looks: Sequence[_Look]) -> Callable:
+def _examined(call: Callable, layer: Any, looks: Sequence[_Look]) -> Callable:
     @functools.wraps(call)
     def looked_at(*args: Any, **kwargs: Any) -> Any:
         outputs = call(*args, **kwargs)
@@ -263,21 +240,9 @@ def _looked_at(call: Callable, layer: Any, looks: Sequence[_Look]) -> Callable:
     return looked_at
 
 
-def _loss_looked_at(compute: Callable, looks: Sequence[_Look]) -> Callable:
-    @functools.wraps(compute)
-    def looked_at(*args: Any, **kwargs: Any) -> Any:
-        loss = compute(*args, **kwargs)
-        if loss is not None:
-            looks[current_rank()].at("loss", "the loss", tf.convert_to_tensor(loss))
-        return loss
-
-    return looked_at
-
-
 @contextlib.contextmanager
 def _as_it_was(model: keras.Model) -> Iterator[None]:
-    """Puts back, in the end, what a step stores: statistics, sums, random states, and
-    averages of weights that it takes itself."""
+    """Restores on exit what a step stores, averages of weights included."""
     copies = []
     for variable in [*model.variables, *model.metrics_variables]:
         value = variable.value
@@ -285,8 +250,8 @@ def _as_it_was(model: keras.Model) -> Iterator[None]:
             copies += [value.shard(rank) for rank in range(len(value.values))]
             continue
         copies += list(getattr(value, "values", ()))
-        # By its class: what a metric's variable has not, TensorFlow looks for in its
-        # sum over all hosts, of which some may be in a step.
+        # By class: TensorFlow would search a metric's sum over all hosts, some maybe
+        # in a step, for an attribute that the variable lacks.
         if isinstance(value, LocalView) and value.has_local:
             copies += [value.local_copy(rank) for rank in range(len(value.values))]
     before = [copy.read_value() for copy in copies]

@@ -1,14 +1,13 @@
-"""`jit_compile=True`: XLA compiles what each replica computes; exchanges stay outside.
+"""`jit_compile=True`: XLA compiles each replica's computation, without exchanges.
 
-Keras compiles the step of all replicas as one program, which XLA refuses: a program may
-not reach into another device's variables. Here each replica's forward and backward pass
-is one compiled function on its own device; the reduction of its gradients, the update
-and the metrics follow outside.
+Keras compiles the step of all replicas as one program, which XLA refuses, because it
+uses variables of several devices. Here each replica's forward and backward pass is one
+compiled function on its device; reduction, update and metrics follow outside.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -25,7 +24,7 @@ from tfdp.step.finite_guard import note_loss
 
 
 def take_over_jit(model: keras.Model) -> bool:
-    """Tells Keras not to compile the whole step; True if it was about to."""
+    """Makes Keras not compile the whole step; True if it was about to."""
     if not model.jit_compile:
         return False
     model.jit_compile = False
@@ -33,80 +32,32 @@ def take_over_jit(model: keras.Model) -> bool:
 
 
 def jitted_train_step(model: keras.Model, data: Any) -> dict[str, Any]:
-    """`keras.Model.train_step`, with its compute in one XLA function.
-
-    Args:
-      model: a compiled model with a stock `train_step`.
-      data: this replica's batch.
-
-    Returns:
-      The metrics, as `train_step` does.
-    """
-    batch = keras.utils.unpack_x_y_sample_weight(data)
+    """`keras.Model.train_step`, with its computation in one XLA function."""
 
     @tf.function(jit_compile=True, autograph=False)
-    def compute(x: Any, y: Any, sample_weight: Any) -> tuple[Any, ...]:
-        return tuple(_forward_and_backward(model, x, y, sample_weight))
+    def compute(x: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, list, list]:
+        """Updates only buffers of layers, and metrics of single outputs' losses."""
+        with tf.GradientTape() as tape:
+            training = {"training": True} if takes_training(model) else {}
+            y_pred = model(x, **training)
+            weighted = {"y_pred": y_pred, "sample_weight": sample_weight}
+            loss = compute_loss(model, x=x, y=y, **weighted, training=True)
+            scaled = model.optimizer.scale_loss(loss)
+        gradients = tape.gradient(scaled, model.trainable_weights)
+        masks = [mask_of(part) for part in tf.nest.flatten(y_pred)]
+        return loss, y_pred, masks, gradients
 
-    return _finish_train_step(model, data, _PassResults(*compute(*batch)))
-
-
-class _PassResults(NamedTuple):
-    """What a forward and a backward pass have computed.
-
-    Args:
-      loss: of the replica's rows, a scalar.
-      predictions: what the model returned.
-      masks: those of the predictions, part by part; None where a part has none.
-      gradients: one for each trainable weight; None where it has none.
-    """
-
-    loss: Any
-    predictions: Any
-    masks: list[Any]
-    gradients: list[Any]
-
-
-def _forward_and_backward(
-    model: keras.Model, x: Any, y: Any, sample_weight: Any
-) -> _PassResults:
-    """The first part of `keras.Model.train_step`: it exchanges and updates nothing.
-
-    But for what layers store, and for metrics of the losses of single outputs.
-    """
-    with tf.GradientTape() as tape:
-        training = {"training": True} if takes_training(model) else {}
-        y_pred = model(x, **training)
-        loss = compute_loss(
-            model, x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True
-        )
-        scaled = model.optimizer.scale_loss(loss)
-    gradients = tape.gradient(scaled, model.trainable_weights)
-    masks = [mask_of(part) for part in tf.nest.flatten(y_pred)]
-    return _PassResults(loss, y_pred, masks, gradients)
-
-
-def _finish_train_step(model: keras.Model, data: Any, results: _PassResults) -> Any:
-    """The second part: gradients are reduced and applied, metrics follow.
-
-    Args:
-      model: whose step it is.
-      data: this replica's batch.
-      results: of its forward and backward pass.
-
-    Returns:
-      The metrics, as `train_step` does.
-    """
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    predictions = tf.nest.flatten(results.predictions)
-    for part, mask in zip(predictions, results.masks, strict=True):
+    loss, y_pred, masks, gradients = compute(x, y, sample_weight)
+    for part, mask in zip(tf.nest.flatten(y_pred), masks, strict=True):
         if mask is not None:
             put_mask(part, mask)
-    note_loss(model, results.loss)
+    note_loss(model, loss)
     first = next(part for part in tf.nest.flatten(x) if part is not None)
     loss_trackers(model)[0].update_state(
-        unscale_loss_for_distribution(results.loss), sample_weight=tf.shape(first)[0]
+        unscale_loss_for_distribution(loss), sample_weight=tf.shape(first)[0]
     )
-    pairs = zip(results.gradients, model.trainable_weights, strict=True)
-    model.optimizer.apply_gradients(pairs)
-    return model.compute_metrics(x, y, results.predictions, sample_weight=sample_weight)
+    model.optimizer.apply_gradients(
+        zip(gradients, model.trainable_weights, strict=True)
+    )
+    return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)

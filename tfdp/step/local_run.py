@@ -1,4 +1,4 @@
-"""A training step in which groups of replicas train apart (`tfdp.sync`)."""
+"""Local training steps: groups of replicas step independently (`tfdp.sync`)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
+from keras.optimizers import Optimizer
 
 from tfdp.errors import ConfigurationError
 from tfdp.sync.rounds import Sync
@@ -19,10 +19,8 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def has_no_effect(sync: Sync, strategy: tf.distribute.Strategy) -> bool:
-    """Whether `sync` lets hosts train apart and `auto_strategy` has found one host.
-
-    Its replicas then meet in every step, and the first `fit` says so.
-    """
+    """Whether `sync` is across hosts and `auto_strategy` has found one host, which the
+    first `fit` then reports."""
     idle_options = getattr(strategy, "idle_options", None)
     if sync.across != "hosts" or idle_options is None:
         return False
@@ -33,23 +31,20 @@ def has_no_effect(sync: Sync, strategy: tf.distribute.Strategy) -> bool:
 
 
 def groups_across(strategy: tf.distribute.Strategy, across: str) -> Groups:
-    """The replicas of this process that step together, group by group.
-
-    Raises:
-      ConfigurationError: when this strategy's replicas cannot train apart so.
-    """
+    """The replicas of this process that step together, by group; ConfigurationError if
+    this strategy's replicas cannot train locally."""
     extended = strategy.extended
     if getattr(strategy, "compiles_steps", True):
         raise ConfigurationError(
-            f"sync=... lets replicas train apart, which {type(strategy).__name__} "
+            f"sync=... lets replicas train locally, which {type(strategy).__name__} "
             "cannot. Use tfdp.DataParallelStrategy or "
             "tfdp.MultiHostDataParallelStrategy, or leave sync out."
         )
     if extended.shards is not None:
         raise ConfigurationError(
-            "sync=... keeps weights and optimizer state of each replica's own, and "
-            f"shard={strategy.shard!r} spreads one copy over replicas, within hosts as "
-            "well (docs/options.md says why). Leave one of the two out."
+            "sync=... gives each replica its own weights and optimizer state, and "
+            f"shard={strategy.shard!r} spreads one copy over replicas, within hosts, "
+            "too (docs/options.md says why). Leave one of the two out."
         )
     if strategy.pad_batches:
         raise ConfigurationError(
@@ -61,9 +56,9 @@ def groups_across(strategy: tf.distribute.Strategy, across: str) -> Groups:
     groups = extended.reducer.host_groups
     if groups is None:
         raise ConfigurationError(
-            "sync with across='hosts' lets hosts train apart, and here is one host, or "
-            "an engine without sums within a host (engine='tensorflow'). Say "
-            "across='replicas' to let each replica train apart, or use several hosts "
+            "sync with across='hosts' lets hosts train locally, and here is one host, "
+            "or an engine without sums within a host (engine='tensorflow'). Set "
+            "across='replicas' to let each replica train locally, or use several hosts "
             "(tfdp.MultiHostDataParallelStrategy with engine='sockets' or 'mpi', or "
             "Communication(hierarchy=(2, 2)), which simulates them)."
         )
@@ -71,49 +66,38 @@ def groups_across(strategy: tf.distribute.Strategy, across: str) -> Groups:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class LooksApart:
-    """A step that only looks, where replicas train apart: it asks no other replica.
-
-    Args:
-      look: what runs on each replica.
-    """
+class LocalLook:
+    """A read-only step, which exchanges nothing with other replicas."""
 
     look: Callable[..., Any]
 
     def __call__(self, *args: Any) -> Any:
-        """What the look gives."""
         return self.look(*args)
 
 
 def begin_local_run(
     step: Any,
-    optimizers: Sequence[keras.optimizers.Optimizer],
+    optimizers: Sequence[Optimizer],
     run: ReplicaRun,
     strategy: tf.distribute.Strategy,
     *,
     is_jitted: bool,
 ) -> None:
-    """Lets the replicas of `run` train apart, where `step` is a model's training step
-    and one of its optimizers says so.
-
-    Args:
-      step: what runs on each replica; one that `LooksApart` begins no round.
-      optimizers: those of the model that `step` is of.
-      run: the strategy's run, before the replicas are traced.
-      strategy: the strategy.
-      is_jitted: whether XLA compiles the step.
+    """Makes `run` local training if `step` is a training step and an optimizer of its
+    model has a `sync`. A `LocalLook` starts no round.
 
     Raises:
-      ConfigurationError: when such a step cannot be.
+      ConfigurationError: when such a step is not supported.
     """
-    if isinstance(step, LooksApart):
-        # Others may be in a step; and eager replicas, which take turns, would wait.
+    if isinstance(step, LocalLook):
+        # Others may be in a step, and eager replicas, which take turns, would hang.
         run.groups = tuple((rank,) for rank in range(run.replicas))
         return
     syncs = {
         o: o.sync
         for o in optimizers
-        if isinstance(_sync_of(o), Sync) and not has_no_effect(o.sync, strategy)
+        if isinstance(getattr(o, "sync", None), Sync)
+        and not has_no_effect(o.sync, strategy)
     }
     if not syncs or name_of_step(step) != "train_step":
         return
@@ -135,38 +119,27 @@ def begin_local_run(
         )
     run.groups = groups_across(strategy, across.pop())
     for place, optimizer in enumerate(syncs):
-        # What layers store belongs to the model; one optimizer sees to it.
+        # What layers store belongs to the model: its first optimizer handles it.
         state = step.__self__.non_trainable_variables if place == 0 else ()
         optimizer.train_apart([variable.value for variable in state])
 
 
-def _sync_of(optimizer: keras.optimizers.Optimizer) -> Any:
-    return getattr(optimizer, "sync", None)
-
-
 def refuse_in_local_run(run: ReplicaRun) -> None:
-    """Refuses a sum over replicas that train apart.
-
-    Raises:
-      ConfigurationError: within a step in which they do.
-    """
+    """Raises ConfigurationError for a sum over replicas in local training."""
     if run.is_local:
         raise ConfigurationError(
             "A layer, a loss or a step of your own sums over all replicas "
             "(all_reduce, synchronized batch normalization, a variable with "
-            "aggregation 'mean' or 'sum'), and with sync=... replicas train apart: "
+            "aggregation 'mean' or 'sum'), and with sync=... replicas train locally: "
             "most steps exchange nothing. Leave that sum out, or sync."
         )
-
-
-# What replicas that step together give to sums over them, and do with the results.
 
 
 SumOverHosts = Callable[[tf.Tensor], tf.Tensor]
 
 
 def parts_of(gradients: Sequence[Any]) -> list[list[tf.Tensor]]:
-    """Tensors that a conditional can return: of slices their values and indices."""
+    """Lists of tensors for `tf.cond`; slices as their values and indices."""
     return [
         [g.values, g.indices] if isinstance(g, tf.IndexedSlices) else [g]
         for g in gradients
@@ -183,17 +156,17 @@ def times(gradient: Any, factor: tf.Tensor) -> Any:
 
 
 def share_of_state(variable: LocalView, share: tf.Tensor, rank: int) -> tf.Tensor:
-    """What the replica's own value is of a mean in which it has this share."""
+    """The replica's addend to a mean in which it has this share."""
     value = variable.local_copy(rank).read_value()
     share = tf.cast(share, value.dtype)
-    # Statistics of no sample are not a number, and 0 times that is not 0.
+    # Statistics of no sample are NaN, and 0 times NaN is not 0.
     return tf.where(share > 0, value * share, tf.zeros_like(value))
 
 
 def assign_local(
     variables: Sequence[LocalView], values: Sequence[tf.Tensor], rank: int
 ) -> None:
-    """Stores a value in each of the replica's own variables."""
+    """Stores a value in each of the replica's local variables."""
     for variable, value in zip(variables, values, strict=True):
         variable.local_copy(rank).assign(value)
 
@@ -201,7 +174,7 @@ def assign_local(
 def summed_over_hosts(
     sums: dict[Any, tf.Tensor], sum_over_hosts: SumOverHosts
 ) -> dict[Any, tf.Tensor]:
-    """`sums` added up over the hosts, in one exchange for each type."""
+    """`sums` added up over the hosts, in one exchange per dtype."""
     totals: dict[Any, tf.Tensor] = {}
     for dtype in sorted({value.dtype.name for value in sums.values()}):
         keys = [key for key, value in sums.items() if value.dtype.name == dtype]

@@ -1,24 +1,24 @@
-"""The rounds of one optimizer: local weights, their updates, and when they meet.
+"""Local SGD for one optimizer: local weights, inner updates, and outer steps.
 
-A training step works on local values (`tfdp.variables.local_view`). What an update is
-depends on its number, which is the same on all replicas:
+A training step works on local values (`tfdp.variables.local_view`). The update number,
+which is the same on all replicas, decides what an update is:
 
-    up to `start_step`     gradients are summed over all groups, as without `sync`; then
-                           the local values, alike everywhere, become the outer ones
-    later                  gradients are summed within the group, and nothing is sent
-    every `every`-th       then the outer values move, and the local ones start again
-    of those               from there: all of them, or one fragment after the other;
-                           with `overlap_steps` so many updates after the groups met
+    up to `start_step`   gradients are summed over all groups, as without `sync`; then
+                         the local values, equal everywhere, become the outer ones
+    later                gradients are summed within the group only
+    every `every`-th     outer step: the outer values move and the local ones restart
+                         from there, all at once or one fragment at a time, and with
+                         `overlap_steps` that many updates after the exchange began
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
+from keras.optimizers import Optimizer
 
 from tfdp._private.names import own_copy
 from tfdp.errors import ConfigurationError
@@ -36,18 +36,15 @@ from tfdp.variables.local_view import LocalView
 
 
 class Rounds:
-    """Lets the replicas that one optimizer updates train apart, and meet.
+    """Local training and outer steps of the replicas that one optimizer updates.
 
     Args:
-      sync: when they meet, and how.
-      strategy: the optimizer's.
-      weights: the variables that it updates.
-      momenta: the outer momentum of each; empty for none.
+      momenta: the outer momentum of each weight; empty for none.
       averages: the moving average of each weight; None, or empty, for none.
-      average_momentum: how much of an average stays.
-      updates: counts updates, alike on all replicas.
-      group_size: how many replicas step together while other groups train apart.
-      optimizer: whose they are; holds what compressed outer gradients leave.
+      average_momentum: the decay of the averages.
+      updates: the update counter, equal on all replicas.
+      group_size: replicas per group that steps together.
+      optimizer: the owner; it holds the residuals of compressed outer gradients.
     """
 
     def __init__(
@@ -61,7 +58,7 @@ class Rounds:
         average_momentum: float | None,
         updates: LocalView,
         group_size: int,
-        optimizer: keras.optimizers.Optimizer,
+        optimizer: Optimizer,
     ):
         self.sync, self.group_size = sync, group_size
         self._reducer: Reducer = strategy.extended.reducer
@@ -83,40 +80,40 @@ class Rounds:
         self._averages = OuterAverages(
             weights, averages, average_momentum, self._first_synchronization
         )
-        self._on_the_way: list[AsyncMeans] = []
+        self._in_flight: list[AsyncMeans] = []
         if self._overlap_steps:
             self._make_room(strategy)
-        #: Where hosts may die and come back; None: they may not.
-        self._living = elastic_rounds(sync, strategy, self._state_of_host)
+        #: Elastic training: hosts may die and rejoin; else None.
+        self._elastic = elastic_rounds(sync, strategy, self._state_of_host)
 
     def _state_of_host(self) -> list[LocalView]:
-        """All that a host needs to train on as another one does."""
+        """All state that a joining host needs."""
         own = [variable.value for variable in self._optimizer.variables]
         found = [*self._weights, *self._layer_state]
         found += [variable for variable in own if isinstance(variable, LocalView)]
         return list({id(variable): variable for variable in found}.values())
 
     def before_step(self) -> None:
-        """Outside of replicas."""
+        """Call it outside of replicas."""
         self.values.settle()
-        if self._living is not None:
-            self._living.before_step()
+        if self._elastic is not None:
+            self._elastic.before_step()
 
     def _make_room(self, strategy: tf.distribute.Strategy) -> None:
-        """For what is on its way, in checkpoints, too."""
+        # In-flight values are part of checkpoints.
         devices = strategy.extended.worker_devices
-        # Encoding and adding up is TensorFlow's work, within a step.
+        # With compression TensorFlow encodes and sums, within a step.
         late = self._reducer.late if self.compressed is None else None
         for number in range(len(self._fragments)):
             label = f"outer gradients of fragment {number}"
-            on_the_way = AsyncMeans(late, devices, self._replicas, label)
+            in_flight = AsyncMeans(late, devices, self._replicas, label)
             for weight in self._fragment(number)[0]:
-                on_the_way.grow(weight.shape, weight.dtype)
-            self._on_the_way.append(on_the_way)
-        self.values.stored.on_the_way = self._on_the_way
+                in_flight.grow(weight.shape, weight.dtype)
+            self._in_flight.append(in_flight)
+        self.values.stored.on_the_way = self._in_flight
 
     def keep_layer_state(self, variables: Sequence[Any]) -> None:
-        """Gives what layers store (moving statistics) local values, too."""
+        """Gives the state of layers (moving statistics) local values, too."""
         known = set(map(id, self.values.variables))
         for variable in variables:
             if (
@@ -127,8 +124,8 @@ class Rounds:
             ):
                 self.values.make(variable)
                 self._layer_state.append(variable)
-                if self._on_the_way:
-                    self._on_the_way[-1].grow(variable.shape, variable.dtype)
+                if self._in_flight:
+                    self._in_flight[-1].grow(variable.shape, variable.dtype)
 
     def reduced(
         self,
@@ -137,15 +134,12 @@ class Rounds:
         run: ReplicaRun,
         rank: int,
     ) -> list[Any]:
-        """The gradient of the mean over whoever steps together, for the next update.
+        """The gradient of the mean over the replicas that step together.
 
         Args:
-          gradients: this replica's part of the gradient of its group's mean. Slices of
-            embeddings become dense where a group has several replicas.
-          weight: what the group's mean weighs beside those of other groups; None: it
-            is a sum.
-          run: the run.
-          rank: the calling replica.
+          gradients: this replica's part of its group's mean gradient. Slices become
+            dense if the group has several replicas.
+          weight: of the group's mean against other groups'; None: it is a sum.
         """
         state = self._take_state(run, rank)
         start, alone = self.sync.start_step, run.group_size == 1
@@ -154,7 +148,7 @@ class Rounds:
 
         def within() -> list[Any]:
             if alone:
-                return list(gradients)  # slices of embeddings, too, as they are
+                return list(gradients)  # slices stay slices
             self._mean_within(state, run, rank)
             return [self._reducer.sum_within(v, rank) for v in gradients]
 
@@ -173,8 +167,7 @@ class Rounds:
         ]
 
     def bring_layers_together(self, run: ReplicaRun, rank: int) -> None:
-        """Before gradients are accumulated: what layers store of this batch is that of
-        whoever steps together; see `state_means.bring_layers_together`."""
+        """See `buffer_synchronization.bring_layers_together`; within the group."""
         state = self._take_state(run, rank)
         start = self.sync.start_step
         if not state or (run.group_size == 1 and not start):
@@ -201,14 +194,22 @@ class Rounds:
 
     def _take_state(self, run: ReplicaRun, rank: int) -> list[LocalView]:
         state = run.take_local_state(rank)
-        self._refuse_unknown(state)
+        known = set(map(id, self._layer_state))
+        for variable in state:
+            if id(variable) not in known:
+                raise ConfigurationError(
+                    f"A step stores into {variable.name!r}, which is none of the "
+                    "model's variables, and with sync=... replicas train locally: each "
+                    "would store another value. Make it a weight of a layer "
+                    "(add_weight(trainable=False)), or leave sync out."
+                )
         return state
 
     def _mean_within(
         self, state: Sequence[LocalView], run: ReplicaRun, rank: int
     ) -> None:
-        """What layers have stored becomes its mean over the rows of the group."""
-        # A group without rows has kept what it had, all of its replicas alike.
+        """Replaces buffers by their mean over the rows of the group."""
+        # In a group without rows all replicas have kept the same old value.
         total, even = run.total_in_group(rank), run.even_share
         share = tf.where(total > 0, run.share_in_group(rank), even)
         shares = [share_of_state(v, share, rank) for v in state]
@@ -223,18 +224,14 @@ class Rounds:
         run: ReplicaRun,
         rank: int,
     ) -> list[Any]:
-        """One device's gradient: sum of W_g g_g over the groups, by the sum of W_g.
-
-        Of sums, which have no weight, the sum of g_g.
-
-        So no group needs to know the others' samples before its loss is taken.
-        """
+        """One device's gradient: sum of W_g g_g over the groups, by the sum of W_g; of
+        sums, which have no weight, the sum of g_g."""
         rows = tf.cast(run.count_of(rank), tf.float32)
         weighs = tf.ones([]) if weight is None else weight
-        # A weight is its group's, which has several replicas.
+        # Each replica of a group adds the group's weight.
         counts = [weighs / run.group_size, rows]
         all_weights, all_rows = self._reducer.all_reduce(counts, rank, mean=False)
-        # Before they are summed, so that a 16-bit wire has no larger numbers to carry.
+        # Scaled before the sum, so that a 16-bit wire format does not overflow.
         part = tf.math.divide_no_nan(weighs, all_weights)
         own = list(gradients)
         if weight is not None:
@@ -246,7 +243,6 @@ class Rounds:
         return sums
 
     def after_update(self, rank: int) -> None:
-        """Counts an update of this replica's weights, and meets when it is time."""
         start = self.sync.start_step
         count = self._count(rank) + 1
         own_copy(self._updates, rank).assign(count)
@@ -256,16 +252,15 @@ class Rounds:
         def in_round() -> tf.Tensor:
             since, overlap = count - start, self._overlap_steps
             fragments = range(len(self._fragments))
-            # At most one of them meets: no two wait for each other's exchange. Another
-            # one may come back in the same step, without an exchange.
+            # At most one fragment is due per step, so no exchange waits for another; a
+            # second one may complete in the same step without an exchange.
             for number in fragments if overlap else ():
                 is_back = self._is_due(number, since - overlap) & (since > overlap)
-                tf.cond(is_back, self._coming_back(number, count, rank), lambda: False)
+                finish = functools.partial(self._finish, number, count, rank)
+                tf.cond(is_back, finish, lambda: False)
             for number in fragments:
-                is_due = self._is_due(number, since)
-                tf.cond(
-                    is_due, self._synchronization(number, count, rank), lambda: False
-                )
+                begin = functools.partial(self._synchronize, number, count, rank)
+                tf.cond(self._is_due(number, since), begin, lambda: False)
             return tf.constant(True)
 
         if start == 0:
@@ -274,50 +269,38 @@ class Rounds:
             tf.cond(count <= start, lambda: self._publish(count, rank), in_round)
 
     def _is_due(self, number: int, since: tf.Tensor) -> tf.Tensor:
-        """Whether a fragment meets after so many updates in rounds."""
         every = self.sync.every
         place = synchronization_of(number, len(self._fragments), every)
         return tf.equal(since % every, place)
 
     def _publish(self, count: tf.Tensor, rank: int) -> tf.Tensor:
-        """The local values, which are alike everywhere, become the outer ones."""
+        """The local values, which are equal everywhere, become the outer ones."""
         for variable in (*self._weights, *self._layer_state):
             local = variable.local_copy(rank).read_value()
             variable.outer_copy(rank).assign(local)
         return self._averages.move(count, rank, range(len(self._weights)))
 
-    def _synchronization(
-        self, number: int, count: tf.Tensor, rank: int
-    ) -> Callable[[], tf.Tensor]:
-        def meet() -> tf.Tensor:
-            fragment, state = self._fragment(number)
-            values = to_be_averaged(
-                self.sync,
-                [v.outer_copy(rank).read_value() for v in fragment],
-                [v.local_copy(rank).read_value() for v in fragment],
-            )
-            values += [v.local_copy(rank).read_value() for v in state]
-            if self._living is not None:
-                move = functools.partial(self._move, number, count=count, rank=rank)
-                return self._living.meet(count, values, rank, move)
-            mean = functools.partial(self._means, number, rank)
-            if self._overlap_steps:
-                return self._on_the_way[number].begin(values, rank, mean)
-            return self._move(number, mean(values), count, rank)
+    def _synchronize(self, number: int, count: tf.Tensor, rank: int) -> tf.Tensor:
+        fragment, state = self._fragment(number)
+        outer = [v.outer_copy(rank).read_value() for v in fragment]
+        values = [v.local_copy(rank).read_value() for v in fragment]
+        if isinstance(self.sync, DiLoCo):  # averages movements, not weights
+            values = [before - now for before, now in zip(outer, values, strict=True)]
+        values += [v.local_copy(rank).read_value() for v in state]
+        if self._elastic is not None:
+            move = functools.partial(self._move, number, count=count, rank=rank)
+            return self._elastic.synchronize(count, values, rank, move)
+        mean = functools.partial(self._means, number, rank)
+        if self._overlap_steps:
+            return self._in_flight[number].begin(values, rank, mean)
+        return self._move(number, mean(values), count, rank)
 
-        return meet
-
-    def _coming_back(
-        self, number: int, count: tf.Tensor, rank: int
-    ) -> Callable[[], tf.Tensor]:
-        def come_back() -> tf.Tensor:
-            means = self._on_the_way[number].arrived(rank)
-            return self._move(number, means, count, rank)
-
-        return come_back
+    def _finish(self, number: int, count: tf.Tensor, rank: int) -> tf.Tensor:
+        means = self._in_flight[number].arrived(rank)
+        return self._move(number, means, count, rank)
 
     def _fragment(self, number: int) -> tuple[list[LocalView], list[LocalView]]:
-        """Its weights, and with the last one, which ends a round, what layers store."""
+        """Its weights; and for the last one, which ends a round, the buffers."""
         weights = [self._weights[place] for place in self._fragments[number]]
         is_last = number == len(self._fragments) - 1
         return weights, self._layer_state if is_last else []
@@ -325,27 +308,28 @@ class Rounds:
     def _means(
         self, number: int, rank: int, values: Sequence[tf.Tensor]
     ) -> list[tf.Tensor]:
-        """The means over the groups of what a fragment's weights and state bring."""
         fragment, _ = self._fragment(number)
         mine, state = values[: len(fragment)], values[len(fragment) :]
         if self.compressed is None:
             means = mean_over_groups(mine, self._reducer, rank)
         else:
-            means = compressed_mean_over_groups(
-                self.compressed,
-                self._optimizer,
-                self._replicas,
-                self._reducer,
-                rank,
-                mine,
-                fragment,
+            method, optimizer = self.compressed, self._optimizer
+            plain_sums = functools.partial(self._plain_sums, rank)
+            sums, _ = sum_compressed(
+                method, mine, [], rank, fragment, optimizer, plain_sums
             )
+            means = [total / self._replicas for total in sums]
         return means + (mean_over_groups(state, self._reducer, rank) if state else [])
+
+    def _plain_sums(
+        self, rank: int, gradients: list, state: list, *, at_once: bool = False
+    ) -> tuple[list, list]:
+        sums = self._reducer.all_reduce([*gradients, *state], rank, mean=False)
+        return sums[: len(gradients)], sums[len(gradients) :]
 
     def _move(
         self, number: int, means: Sequence[tf.Tensor], count: tf.Tensor, rank: int
     ) -> tf.Tensor:
-        """Moves the outer values of one fragment, and the local ones to them."""
         places = self._fragments[number]
         fragment, state = self._fragment(number)
         momenta = [own_copy(self._momenta[p], rank) for p in places if self._momenta]
@@ -358,68 +342,45 @@ class Rounds:
         for momentum, value in zip(momenta, after, strict=True):
             momentum.assign(value)
         share = self._local_share
-        for variable, value in zip(
-            [*fragment, *state], [*weights, *means[len(fragment) :]], strict=True
-        ):
+        values = [*weights, *means[len(fragment) :]]
+        for variable, value in zip([*fragment, *state], values, strict=True):
             local = variable.local_copy(rank)
-            local.assign(mixed(share, local.read_value(), value))
+            now = local.read_value()
+            local.assign(share * now + (1 - share) * value if share else value)
             variable.outer_copy(rank).assign(value)
         return self._averages.move(count, rank, places)
 
     @property
     def _first_synchronization(self) -> int:
-        """The update after which every weight has met for the first time."""
+        """The update after which every weight has been synchronized once."""
         return 1 if self.sync.start_step else self.sync.every + self._overlap_steps
 
     def have_synchronized(self) -> bool:
-        """Whether there were outer weights since the start, outside of replicas."""
+        """Whether there were outer weights since the start; outside of replicas."""
         return int(self._updates.numpy()) >= self._first_synchronization
 
     def _count(self, rank: int) -> tf.Tensor:
         return own_copy(self._updates, rank).read_value()
 
-    def _refuse_unknown(self, state: Sequence[Any]) -> None:
-        known = set(map(id, self._layer_state))
-        for variable in state:
-            if id(variable) not in known:
-                raise ConfigurationError(
-                    f"A step stores into {variable.name!r}, which is none of the "
-                    "model's variables, and with sync=... replicas train apart: each "
-                    "would store another value. Make it a weight of a layer "
-                    "(add_weight(trainable=False)), or leave sync out."
-                )
-
-
-# The moving averages of weights that meet now and then: of the outer ones.
-
 
 class OuterAverages:
-    """Moves averages towards the outer weights at each meeting.
-
-    Args:
-      weights: all that an optimizer updates.
-      averages: that of each; None, or nothing at all, for none.
-      momentum: how much of an average stays.
-      first_meeting: the update after which every weight has met for the first time.
-    """
+    """Moves moving averages, if any, towards the outer weights at each outer step.
+    After the update `first_synchronization` every weight has been synchronized once."""
 
     def __init__(
         self,
         weights: Sequence[LocalView],
         averages: Sequence[LocalView | None],
         momentum: float | None,
-        first_meeting: int,
+        first_synchronization: int,
     ):
         self._pairs = dict(enumerate(zip(weights, averages, strict=False)))
         self._momentum = momentum
-        self._first_synchronization = first_meeting
+        self._first_synchronization = first_synchronization
 
     def begin(self, count: tf.Tensor, rank: int) -> None:
-        """With the first update of all, `count` 1, they are the weights of the start.
-
-        Until a meeting they would be zeros, and who takes them then, such as
-        `keras.callbacks.SwapEMAWeights`, would evaluate a model of zeros.
-        """
+        """Initializes them at the first update (`count` 1): `SwapEMAWeights` would
+        evaluate zeros until the first outer step."""
         if self._pairs:
             places = list(self._pairs)
             tf.cond(
@@ -429,7 +390,7 @@ class OuterAverages:
             )
 
     def move(self, count: tf.Tensor, rank: int, places: Sequence[int]) -> tf.Tensor:
-        """Moves those of some weights; until all have met, onto the weights."""
+        """Moves some averages; onto the weights until all were synchronized."""
         for place in places if self._pairs else ():
             weight, average = self._pairs[place]
             if average is not None:
@@ -443,68 +404,12 @@ class OuterAverages:
         return tf.constant(True)
 
 
-# What happens to the weights when groups of replicas meet (`tfdp.sync`).
-
-
 def mean_over_groups(
     values: Sequence[tf.Tensor], reducer: Reducer, rank: Any
 ) -> list[tf.Tensor]:
-    """The plain mean of each value over all groups, on every replica.
-
-    All groups have as many replicas, and the replicas of a group the same values, so it
-    is the mean over replicas. It counts no rows, as in the papers.
-
-    Cost: 2 n (H - 1) / H bytes on the wire for n bytes on H hosts.
-    """
+    """The plain mean over all groups, not weighted by rows, as in the papers: the mean
+    over replicas, because groups have equal sizes."""
     return reducer.all_reduce(values, rank, mean=True)
-
-
-def compressed_mean_over_groups(
-    compressed: CompressedSums,
-    optimizer: keras.optimizers.Optimizer,
-    replicas: int,
-    reducer: Reducer,
-    rank: Any,
-    values: Sequence[tf.Tensor],
-    variables: Sequence[Any],
-) -> list[tf.Tensor]:
-    """The same of outer gradients that are sent in fewer bytes.
-
-    Args:
-      compressed: by which method, and among whom.
-      optimizer: it holds what is kept from meeting to meeting.
-      replicas: on all hosts.
-      reducer: what is not compressed goes this way.
-      rank: the calling replica.
-      values: outer gradients.
-      variables: whose they are.
-    """
-
-    def plain_sums(
-        gradients: list[Any], state: list[tf.Tensor], *, at_once: bool = False
-    ) -> tuple[list, list]:
-        sums = reducer.all_reduce([*gradients, *state], rank, mean=False)
-        return sums[: len(gradients)], sums[len(gradients) :]
-
-    sums, _ = sum_compressed(
-        compressed, values, [], rank, variables, optimizer, plain_sums
-    )
-    return [total / replicas for total in sums]
-
-
-def to_be_averaged(
-    sync: Sync, outer: Sequence[tf.Tensor], local: Sequence[tf.Tensor]
-) -> list[tf.Tensor]:
-    """What groups bring to a meeting: local weights, or for `DiLoCo` their movements.
-
-    Args:
-      sync: how they meet.
-      outer: w_t, the weights that all groups had after the last meeting.
-      local: w_i, this replica's.
-    """
-    if not isinstance(sync, DiLoCo):
-        return list(local)
-    return [before - after for before, after in zip(outer, local, strict=True)]
 
 
 def outer_update(
@@ -513,15 +418,8 @@ def outer_update(
     momenta: Sequence[tf.Tensor],
     means: Sequence[tf.Tensor],
 ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-    """The next outer weights w_(t+1), and the next outer momenta.
-
-    Args:
-      sync: `LocalSGD`, the mean of the local weights, or `DiLoCo`, whose equations are
-        in its docstring.
-      outer: w_t.
-      momenta: b; empty for `LocalSGD`.
-      means: of `to_be_averaged`, over all groups.
-    """
+    """The next outer weights and momenta, from the outer weights w_t, the momenta b
+    (empty for `LocalSGD`) and the means over groups; equations: `DiLoCo`."""
     if not isinstance(sync, DiLoCo):
         return list(means), []
     rate, mu = sync.outer_learning_rate, sync.outer_momentum
@@ -530,8 +428,3 @@ def outer_update(
         w - rate * (d + mu * b) for w, d, b in zip(outer, means, momenta, strict=True)
     ]
     return weights, momenta
-
-
-def mixed(share: float, local: tf.Tensor, outer: tf.Tensor) -> tf.Tensor:
-    """Where local values go on after a meeting: share local + (1 - share) outer."""
-    return share * local + (1 - share) * outer if share else outer

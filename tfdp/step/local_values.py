@@ -1,11 +1,10 @@
-"""The local values of one optimizer's weights, as checkpoints hold them.
+"""The local values of one optimizer's weights, and their checkpoints.
 
-Somebody may give the model other weights between two steps: `set_weights`, a callback
-that restores the best ones, a checkpoint of the model alone. The local values must then
-start again from them; but not when a checkpoint brought both. Whoever assigns to outer
-values leaves a note (`note_change`), and `settle` looks into it before the next step. A
-checkpoint holds a mark, a number made of the outer values that its local values belong
-to: where it fits what is stored now, the local values stay.
+If outer values change between two steps (`set_weights`, a checkpoint of the model
+alone), the local values must restart from them; but not after a checkpoint restored
+both. Each assignment to outer values sets a flag (`_note_change`), which `settle`
+checks before the next step. A checkpoint has a mark, a hash of the outer values that
+its local values belong to: if it matches the current ones, the local values stay.
 """
 
 from __future__ import annotations
@@ -18,22 +17,18 @@ from tfdp._private.names import ResourceVariable
 from tfdp._private.variable_hooks import checkpoint_as
 from tfdp.variables.local_view import LocalView
 
-#: The mark of nothing; others are not negative.
+#: No mark; others are not negative.
 NO_MARK = -1
-# A prime near 2^20: neighbouring elements weigh differently, so a permutation shows.
+# A prime near 2^20: adjacent elements have different weights, so permutations differ.
 PLACES = 1_048_573
 
 
 class LocalValues:
-    """Local values of mirrored variables, on each replica of this process.
-
-    Args:
-      devices: of the replicas.
-    """
+    """Local values of mirrored variables, on each replica of this process."""
 
     def __init__(self, devices: Sequence[str]):
         self.variables: list[LocalView] = []
-        #: What checkpoints hold.
+        #: The content of checkpoints.
         self.stored = tf.Module()
         self.stored.local = []
         self.stored.mark = _on_devices(devices[:1], NO_MARK, tf.int64)[0]
@@ -41,12 +36,11 @@ class LocalValues:
         checkpoint_as(self.stored.mark, self.write_mark, self.read_mark)
 
     def make(self, variable: LocalView) -> None:
-        """Makes local values of one more variable, which start as its own."""
         self.variables.append(variable)
         self.stored.local.append(variable.make_local(self._note_change))
 
     def settle(self) -> None:
-        """Before a step, outside of replicas: starts again where others assigned."""
+        """Before a step, outside of replicas: restarts if outer values changed."""
         expected = self.stored.mark.read_value()
         for rank, changed in enumerate(self._changed):
 
@@ -66,7 +60,7 @@ class LocalValues:
         return tf.constant(True)
 
     def _note_change(self, rank: int | None = None) -> None:
-        # A replica notes it for itself: others' notes would chain the replicas.
+        # A replica sets its own flag: shared ones would order the replicas.
         changes = self._changed if rank is None else [self._changed[rank]]
         for changed in changes:
             with tf.device(changed.device):
@@ -82,14 +76,13 @@ class LocalValues:
         return mark & tf.constant(2**62 - 1, tf.int64)
 
     def write_mark(self) -> tf.Tensor:
-        """The mark of the outer values that the local ones belong to."""
         mark = self._mark_of_outer(0)
-        # What was assigned since the last step has no local values yet.
+        # Values assigned since the last step have no local values yet.
         is_known = ~self._changed[0].read_value() | (mark == self.stored.mark)
         return tf.where(is_known, mark, tf.constant(NO_MARK, tf.int64))
 
     def read_mark(self, mark: tf.Tensor | None) -> None:
-        """Keeps the local values if it is that of the outer ones; None: never."""
+        """Keeps the local values if `mark` matches the outer ones."""
         self.stored.mark.assign(
             tf.constant(NO_MARK, tf.int64) if mark is None else mark
         )

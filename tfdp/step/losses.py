@@ -1,23 +1,18 @@
-"""The exact share of a replica's loss in the loss of the whole batch.
+"""Scales a replica's loss to its exact share of the loss of the whole batch.
 
-Keras divides a replica's mean loss by the number of replicas R, which is right only
-when every replica has as many samples, and as much weight, as the others. It asks the
-strategy for R in two functions: `scale_loss_for_distribution`, right after a mean was
-taken, and `unscale_loss_for_distribution`, when a loss is reported. To these two, and
-to nobody else, the strategy answers with a number that knows better:
+Keras divides a replica's mean loss by the number of replicas R, which is right only if
+all replicas have equally many samples and equal weights. It queries R in two functions:
+`scale_loss_for_distribution`, after a mean, and `unscale_loss_for_distribution`, for
+reports. Only these two get a number that divides differently:
 
     scale:    1 / R  becomes  D_r / D    D_r: what the replica's mean was divided by
     unscale:  R      becomes  N / n_r    n_r: samples; Keras weights reports by n_r
 
-D is N or asked of all replicas: the graph tells whether D_r goes with the rows of the
-batch (`batch_rows`). A loss that is a share already (`loss_shares`) is not scaled once
-more: Keras adds a Keras loss that a layer took and gave to `add_loss` to the model's.
-
-With S_r the replica's sum, scale gives S_r / D, whose sum over replicas is the loss of
-the whole batch, for masked and weighted means as well as plain ones. Unscale gives
-(S_r / D) (N / n_r), whose mean weighted by n_r is the same. The factor stands on the
-loss, before backprop: behind it, replicas that depend on each other (synchronised batch
-normalization) would get wrong gradients.
+D is N, or an all-reduce of D_r if D_r is not proportional to the rows of the batch
+(`batch_rows`). With S_r the replica's sum, scale gives S_r / D, with the loss of the
+whole batch as sum over replicas, and unscale (S_r / D) (N / n_r), with the same mean
+weighted by n_r. The factor is applied before backprop: after it, replicas that depend
+on each other (synchronized batch normalization) would get wrong gradients.
 """
 
 from __future__ import annotations
@@ -37,7 +32,7 @@ from tfdp._private.instance_attributes import instance_attributes
 from tfdp._private.keras_models import ADD_UP, LOSSES, given_losses, layers_within
 from tfdp._private.names import current_rank, run_independently
 from tfdp.errors import ConfigurationError
-from tfdp.tracing.batch_rows import goes_with_rows
+from tfdp.tracing.batch_rows import has_entry_per_row
 from tfdp.tracing.batch_weight import Denominator, Kind, note_denominator
 from tfdp.tracing.keras_steps import is_stock_step
 from tfdp.tracing.loss_shares import LossShares, Standing, ancestors
@@ -47,8 +42,8 @@ from tfdp.tracing.loss_suspicions import (
     is_share,
     reported_standing,
     seems_local,
-    suspect_added_sum,
-    suspect_sum_of_all,
+    warn_about_added_sum,
+    warn_about_sum_of_all,
 )
 from tfdp.tracing.padded_batch import Padding
 from tfdp.tracing.run import ReplicaRun, trace_of
@@ -63,18 +58,15 @@ WEIGHTS_CANCEL = (
     "that are not negative, or reduction='sum_over_batch_size'."
 )
 
-# How many operations the result of a loss is away from what a program makes of it.
+# The most operations between a loss' result and a user's value that uses it.
 MOST_NEAR = 100
 
 SumOverReplicas = Callable[[tf.Tensor, Any], tf.Tensor]
 
 
-# A float, because Python asks a subclass of float first when it divides 1.0 by it.
+# A float, because Python tries a subclass of float first when it divides 1.0 by it.
 class LossReplicaCount(float):
-    """R, which divides and casts to the exact factors of one replica's loss.
-
-    The factors are in the loss' own type: casting them makes no other tensor of them.
-    """
+    """R, which divides and casts to the exact factors, in the dtype of the loss."""
 
     fraction: tf.Tensor
     report_factor: tf.Tensor
@@ -89,81 +81,65 @@ class LossReplicaCount(float):
 def loss_replica_count(
     run: ReplicaRun, rank: Any, sum_over_replicas: SumOverReplicas
 ) -> LossReplicaCount | None:
-    """The answer to Keras' loss functions; None when somebody else asks.
-
-    Args:
-      run: the strategy's current run.
-      rank: the calling replica.
-      sum_over_replicas: all-reduces a scalar; called at most once per masked or
-        weighted loss, never for a plain mean.
-    """
-    asker = frame_of_caller()
-    if not _is_loss_of_keras(asker, SCALE, UNSCALE):
+    """R for Keras' loss functions; None for other callers. `sum_over_replicas` is
+    called at most once per masked or weighted loss, and never for a plain mean."""
+    caller = frame_of_caller()
+    if not _is_loss_of_keras(caller, SCALE, UNSCALE):
         return None
-    value, shares = asker.f_locals["value"], run.shares[trace_of(rank)]
-    count = _replica_count(run)
-    if asker.f_code.co_name == SCALE:
-        if _is_of_shares(shares, asker.f_back) or _is_added_share(
-            shares, value, asker.f_back
+    value, shares = caller.f_locals["value"], run.shares[trace_of(rank)]
+    # At least 2 for a padded batch, because Keras scales only from 2 on.
+    count = LossReplicaCount(max(run.replicas, 2) if run.padding else run.replicas)
+    reducer = caller.f_back
+    if caller.f_code.co_name == SCALE:
+        is_added = _name_of(reducer) == ADD_UP
+        if _is_of_shares(shares, reducer) or (
+            is_added and is_share(shares, value, "add_loss")
         ):
-            # No factor: in eager mode a product of two of them is told by neither.
+            # No factor: eager mode could not identify a product of two factors.
             count.fraction = tf.ones([], value.dtype)
         else:
-            fraction = _fraction(run, rank, asker.f_back, sum_over_replicas)
+            fraction = _fraction(run, rank, reducer, sum_over_replicas)
             count.fraction = shares.factor(fraction, value.dtype)
-        if _name_of(asker.f_back) == "reduce_values":
-            run.scaled_losses.add(trace_of(rank))
-        else:
-            run.added_losses.add(trace_of(rank))
+        is_mean = _name_of(reducer) == "reduce_values"
+        (run.scaled_losses if is_mean else run.added_losses).add(trace_of(rank))
     else:
-        who = "the model's `compute_loss` returned"
-        standing = reported_standing(run, rank, value, who)
+        subject = "the model's `compute_loss` returned"
+        standing = reported_standing(run, rank, value, subject)
         if standing is Standing.LOCAL and seems_local(run, rank, value):
             run.local_losses.add(trace_of(rank))
         if is_mean_taken_by_hand(run, rank, value):
             run.mean_losses.add(trace_of(rank))
-        factor = _report_factor(run, rank, value, asker.f_back)
+        factor = _report_factor(run, rank, value, reducer)
         count.report_factor = shares.report_factor(factor, value.dtype)
     return count
 
 
 def note_of_one_replica(run: ReplicaRun, rank: Any) -> None:
-    """Notes what a loss was divided by where nothing is to be scaled.
-
-    An accumulation weighs its batches by it; see `tracing.batch_weight`.
-    """
-    asker = frame_of_caller()
-    if not _is_loss_of_keras(asker, SCALE):
+    """Records the divisor of an unscaled loss for accumulation (`batch_weight`)."""
+    caller = frame_of_caller()
+    if not _is_loss_of_keras(caller, SCALE):
         return
-    denominator = _own_denominator(run, rank, asker.f_back)
+    denominator = _own_denominator(run, rank, caller.f_back)
     if denominator is None:
-        _note_row_mean(run, rank, asker.f_back)
+        _note_row_mean(run, rank, caller.f_back)
     else:
         noted = tf.stop_gradient(tf.cast(denominator, tf.float32))
-        _note_denominator(run, rank, noted, asker.f_back)
+        _note_denominator(run, rank, noted, caller.f_back)
 
 
-def _is_loss_of_keras(asker: FrameType, *names: str) -> bool:
-    is_of_losses = asker.f_globals.get("__name__") == LOSS_MODULE
-    return is_of_losses and asker.f_code.co_name in names
-
-
-def _replica_count(run: ReplicaRun) -> LossReplicaCount:
-    """R; at least 2 for a padded batch, because Keras scales only from 2 on.
-
-    The number itself is then not used: `fraction` and `report_factor` are set.
-    """
-    return LossReplicaCount(max(run.replicas, 2) if run.padding else run.replicas)
+def _is_loss_of_keras(caller: FrameType, *names: str) -> bool:
+    is_of_losses = caller.f_globals.get("__name__") == LOSS_MODULE
+    return is_of_losses and caller.f_code.co_name in names
 
 
 def _report_factor(
     run: ReplicaRun, rank: Any, value: Any, reporter: FrameType | None
 ) -> Any:
-    """N / n_r, R, or 1: what makes of a share the number that is reported."""
+    """N / n_r, R, or 1: the factor from a share to the reported number."""
     if value.shape.rank:
-        return 1.0  # the losses of single rows: none was scaled
-    # On TPU one graph serves all replicas, and reports are updated as Keras does it;
-    # elsewhere each is weighted by the replica's rows (`step.reports`).
+        return 1.0  # losses of rows, which were not scaled
+    # On TPU one graph serves all replicas, and Keras updates reports; elsewhere each is
+    # weighted by the replica's rows (`step.reports`).
     is_weighted = isinstance(rank, int) or _is_weighted_by_samples(reporter)
     if run.is_even or not is_weighted:
         return float(run.group_size)
@@ -173,16 +149,12 @@ def _report_factor(
 
 
 def _is_of_shares(shares: LossShares, reducer: FrameType | None) -> bool:
-    """Whether the values of which Keras took the mean are shares already.
-
-    Raises:
-      ConfigurationError: when a part of them is, and would be scaled once more.
-    """
-    if _name_of(reducer) != "reduce_values" or reducer is None:
+    """Whether the values that Keras averages are shares already."""
+    values = _locals(reducer, "reduce_values").get("values")
+    if values is None:
         return False
-    values = reducer.f_locals["values"]
     if not isinstance(values, tf.__internal__.EagerTensor):
-        # Mostly none is near, and all that values are made of is a whole forward pass.
+        # Usually no factor is near; a full walk would cover the forward pass.
         near = itertools.islice(ancestors(values), MOST_NEAR) if shares else ()
         if not any(map(shares.is_factor, near)):
             return False
@@ -202,11 +174,6 @@ def _is_of_shares(shares: LossShares, reducer: FrameType | None) -> bool:
     return standing is Standing.SHARE
 
 
-def _is_added_share(shares: LossShares, value: Any, reducer: FrameType | None) -> bool:
-    """Whether what a layer gave `add_loss` is a share already."""
-    return _name_of(reducer) == ADD_UP and is_share(shares, value, "add_loss")
-
-
 def _fraction(
     run: ReplicaRun,
     rank: Any,
@@ -214,10 +181,11 @@ def _fraction(
     sum_over_replicas: SumOverReplicas,
 ) -> Any:
     """D_r / D."""
-    padding = run.padding_of(rank)
+    padding, by_weights = run.padding_of(rank), _is_by_weights(reducer)
     if padding is not None:
-        weights = _weight_denominator(reducer)
-        if not _is_global(weights, reducer, padding):
+        is_mask = _mask_of(reducer) is not None
+        is_global = not by_weights or padding.has_user_weights or is_mask
+        if _weight_denominator(reducer) is None or not is_global:
             _note_row_mean(run, rank, reducer)
             return _fraction_of_rows(reducer, padding)
     denominator = _own_denominator(run, rank, reducer)
@@ -226,10 +194,10 @@ def _fraction(
         return run.even_share if run.is_even else run.share_in_group(rank)
     denominator = _not_cancelled(denominator, reducer)
     denominator = tf.stop_gradient(tf.cast(denominator, tf.float32))
-    # A borrowed row is nobody's loss: neither above the line nor below it.
+    # Dummy rows count neither in the numerator nor in the denominator.
     denominator = run.own_part(rank, denominator)
     counted = denominator
-    if padding is not None and _reduction(reducer) != "mean_with_sample_weight":
+    if padding is not None and not by_weights:
         mask = tf.cast(_mask_of(reducer), tf.float32)
         counted = tf.reduce_sum(mask * padding.weights(mask.shape.rank))
     total = sum_over_replicas(counted, rank)
@@ -240,10 +208,7 @@ def _fraction(
 def _note_denominator(
     run: ReplicaRun, rank: Any, total: tf.Tensor, reducer: FrameType | None
 ) -> None:
-    name = "mask"
-    if _reduction(reducer) == "mean_with_sample_weight":
-        name = "sample_weight"
-    of = _as_given(reducer, name)
+    of = _as_given(reducer, "sample_weight" if _is_by_weights(reducer) else "mask")
     if of is None and reducer is not None:
         values = reducer.f_locals["values"]
         note_denominator(run, rank, Denominator(total, Kind.COUNTED, values))
@@ -252,87 +217,73 @@ def _note_denominator(
 
 
 def _note_row_mean(run: ReplicaRun, rank: Any, reducer: FrameType | None) -> None:
-    is_mean = _name_of(reducer) == "reduce_values"  # else a penalty, alike in all
+    is_mean = _name_of(reducer) == "reduce_values"  # else a penalty, equal on all
     note_denominator(run, rank, Denominator(None, of=None if is_mean else Kind.PENALTY))
 
 
 def _own_denominator(run: ReplicaRun, rank: Any, reducer: FrameType | None) -> Any:
-    """D_r, where it does not go with the rows of the batch; None: it does."""
-    denominator = _weight_denominator(reducer)
-    if denominator is None and not _goes_with_rows(run, rank, reducer):
-        return reducer.f_locals["divisor"]  # type: ignore[union-attr]
+    """D_r if it is not proportional to the rows of the batch, else None."""
+    denominator, given = _weight_denominator(reducer), _locals(reducer, "reduce_values")
+    if (
+        denominator is None
+        and given
+        and not has_entry_per_row(run, rank, given["values"])
+    ):
+        return given["divisor"]
     return denominator
 
 
 def _not_cancelled(denominator: tf.Tensor, reducer: FrameType | None) -> tf.Tensor:
-    """`denominator`, by which Keras divides; where it is 0 Keras' mean is 0.
-
-    On one device that is the batch's loss. Of a replica whose weights cancel out, while
-    those of the batch do not, it has lost what the rows bring.
-    """
-    weights = None if reducer is None else reducer.f_locals.get("sample_weight")
-    if _reduction(reducer) != "mean_with_sample_weight" or weights is None:
+    """`denominator`, checked at run time: if a replica's weights cancel out while those
+    of the batch do not, its rows would be lost."""
+    weights = _locals(reducer, "reduce_values").get("sample_weight")
+    if not _is_by_weights(reducer) or weights is None:
         return denominator
     size = tf.reduce_sum(tf.abs(weights))
     is_lost = tf.logical_and(tf.equal(denominator, 0), tf.not_equal(size, 0))
     check = tf.debugging.Assert(tf.logical_not(is_lost), [WEIGHTS_CANCEL])
     if check is None:
-        return denominator  # an eager one has raised already
-    run_independently(check)  # it need not wait for what other replicas check
+        return denominator  # in eager mode Assert has raised already
+    run_independently(check)  # not ordered after other replicas' checks
     with tf.control_dependencies([check]):
         return tf.identity(denominator)
 
 
-def _is_global(denominator: Any, reducer: FrameType | None, padding: Padding) -> bool:
-    """Whether D must be asked of all replicas: it is not a number of rows."""
-    if denominator is None:
-        return False
-    if _reduction(reducer) != "mean_with_sample_weight" or padding.has_user_weights:
-        return True
-    return _mask_of(reducer) is not None
-
-
 def _fraction_of_rows(reducer: FrameType | None, padding: Padding) -> tf.Tensor:
-    """D_r / D where both are rows, of which some only fill the batch up.
-
-    Keras divided the sum of the real rows' losses by all rows, or, where the rows'
-    weights were asked to divide, by their sum; by nothing for a regularisation.
-    """
-    if reducer is None or reducer.f_code.co_name != "reduce_values":
+    """D_r / D if both are numbers of rows. Keras divided the valid rows' losses by all
+    rows, or by the sum of the rows' weights; regularization losses by nothing."""
+    given = _locals(reducer, "reduce_values")
+    if not given:
         return padding.count / padding.total
-    if _reduction(reducer) != "mean_with_sample_weight":
+    if not _is_by_weights(reducer):
         return padding.rows / padding.total
-    entries = tf.size(reducer.f_locals["values"]) // padding.rows
+    entries = tf.size(given["values"]) // padding.rows
     return padding.count / (padding.total * tf.cast(entries, tf.float32))
-
-
-def _goes_with_rows(run: ReplicaRun, rank: Any, reducer: FrameType | None) -> bool:
-    """Whether D_r is in proportion to the replica's rows of the batch."""
-    if reducer is None or _name_of(reducer) != "reduce_values":
-        return True
-    return goes_with_rows(run, rank, reducer.f_locals["values"])
 
 
 def _name_of(frame: FrameType | None) -> str:
     return "" if frame is None else frame.f_code.co_name
 
 
-def _reduction(reducer: FrameType | None) -> Any:
-    if reducer is None or _name_of(reducer) != "reduce_values":
-        return None
-    return reducer.f_locals.get("reduction")
+def _locals(frame: FrameType | None, name: str) -> dict[str, Any]:
+    """The local variables of a function with that name; of others none."""
+    is_named = frame is not None and frame.f_code.co_name == name
+    return frame.f_locals if is_named else {}  # type: ignore[union-attr]
+
+
+def _is_by_weights(reducer: FrameType | None) -> bool:
+    reduction = _locals(reducer, "reduce_values").get("reduction")
+    return reduction == "mean_with_sample_weight"
 
 
 def _mask_of(reducer: FrameType | None) -> Any:
-    """The mask of the predictions that `reduce_values` was called for."""
+    """The mask of the predictions in the call of `reduce_values`."""
     outer = reducer.f_back if reducer is not None else None
-    if outer is None or outer.f_code.co_name != "reduce_weighted_values":
-        return None
-    return outer.f_locals.get("mask")
+    return _locals(outer, "reduce_weighted_values").get("mask")
 
 
 def _as_given(reducer: FrameType | None, name: str) -> Any:
-    """The mask or the weights of the loss that was called, before Keras cast them."""
+    """The loss call's mask or weights, before Keras cast them."""
     outer = reducer.f_back if reducer is not None else None
     caller = outer.f_back if outer is not None else None
     if caller is None or not _is_loss_of_keras(caller, "__call__"):
@@ -342,40 +293,26 @@ def _as_given(reducer: FrameType | None, name: str) -> Any:
 
 def _weight_denominator(reducer: FrameType | None) -> Any:
     """What a mean over weights or unmasked entries was divided by; None: samples."""
-    if reducer is None or reducer.f_code.co_name != "reduce_values":
-        return None  # regularisation and add_loss: per sample
-    weights = reducer.f_locals.get("sample_weight")
-    if reducer.f_locals.get("reduction") == "mean_with_sample_weight":
+    given = _locals(reducer, "reduce_values")
+    if _is_by_weights(reducer):
+        weights = given.get("sample_weight")
         return None if weights is None else tf.reduce_sum(weights)
-    mask = _mask_of(reducer)
+    # Regularization and add_loss: per sample.
+    mask = _mask_of(reducer) if given else None
     return None if mask is None else tf.reduce_sum(tf.cast(mask, tf.float32))
 
 
 def _is_weighted_by_samples(reporter: FrameType | None) -> bool:
-    """Whether Keras weights the report that follows by the replica's samples.
-
-    The model's loss always is. The loss of one of several outputs is only when the
-    prediction's batch size is known while the graph is built.
-    """
+    """Whether Keras weights the next report by samples, which takes a static size."""
     prediction = reporter.f_locals.get("y_p") if reporter is not None else None
     if prediction is None:
         return True
     return tf.nest.flatten(prediction)[0].shape[0] is not None
 
 
-# What layers give `add_loss`, kept apart by replica.
-#
-# Keras keeps the losses of a layer in one list, which a model clears when it is called.
-# In eager mode replicas take turns wherever they sum something, such as the statistics
-# of synchronised batch normalization: one would clear the losses that another has
-# added, or count them as its own.
-#
-# A layer may give a value for each row. Keras' trainer adds these up, so that each
-# replica has a part of their sum, which is its share of the loss already.
-
-
 class OwnLosses(MutableSequence):
-    """A list for each trace of a run, used as the calling replica's own."""
+    """The losses of a layer (`add_loss`), a separate list for each replica: eager
+    replicas take turns, and one would clear, or count, the losses of another."""
 
     def __init__(self) -> None:
         self._by_trace: dict[int, list[Any]] = {}
@@ -397,25 +334,24 @@ class OwnLosses(MutableSequence):
         return len(self._own)
 
     def insert(self, place: int, loss: Any) -> None:
-        """As `list.insert`, and with it `append` and `extend`."""
         self._own.insert(place, loss)
 
 
 @contextlib.contextmanager
 def own_losses(model: Any, run: ReplicaRun) -> Iterator[None]:
-    """While this lasts, each replica has its own losses of the layers of `model`."""
+    """Within this, each replica has its own losses of the layers of `model`."""
     with contextlib.ExitStack() as stack:
         if isinstance(model, keras.Model) and run.replicas > 1:
             for layer in layers_within(model):
-                led: dict[str, Any] = {LOSSES: OwnLosses()}
+                overrides: dict[str, Any] = {LOSSES: OwnLosses()}
                 if isinstance(layer, keras.Model):
-                    led[ADD_UP] = functools.partial(_add_up, layer, run)
-                stack.enter_context(instance_attributes(layer, led))
+                    overrides[ADD_UP] = functools.partial(_add_up, layer, run)
+                stack.enter_context(instance_attributes(layer, overrides))
         yield
 
 
 def _add_up(model: keras.Model, run: ReplicaRun, loss: Any) -> Any:
-    """The number that `model` makes of what a layer gave `add_loss`."""
+    """Adds a layer's `add_loss` to the model's; values of rows as a sum, a share."""
     rank, given = current_rank(), tf.convert_to_tensor(loss)
     shares = run.shares[trace_of(rank)]
     if shares.standing_of(given) is Standing.LOCAL:
@@ -425,39 +361,31 @@ def _add_up(model: keras.Model, run: ReplicaRun, loss: Any) -> Any:
                 given = tf.cast(given, keras.config.floatx())
             loss = tf.reduce_sum(given) * shares.factor(1.0, given.dtype)
         else:
-            suspect_added_sum(run, rank, given)
+            warn_about_added_sum(run, rank, given)
     return getattr(type(model), ADD_UP)(model, loss)
-
-
-# Compiled losses with `reduction="sum"` or "none", told apart from means.
-#
-# Keras asks for the number of replicas where it takes a mean, and nobody where it takes
-# a sum. So the losses of the rows are multiplied by 1 before they are summed, by a
-# factor that is noted (`tracing.loss_shares`): what a step of one's own makes of the
-# sum, or reports of it, is then added over the replicas. Losses of rows are refused
-# where a mean or a sum was added to them, whoever asks for the loss.
 
 
 @contextlib.contextmanager
 def overridden_reductions(model: Any, run: ReplicaRun, step: Any) -> Iterator[None]:
-    """While this lasts, what the sums among `model`'s losses give is a share.
+    """Within this, compiled losses with `reduction="sum"` return shares.
 
-    `compute_loss` of the model refuses what is neither of rows nor of the batch. Where
-    `step` is Keras' own, and so is `compute_loss`, nothing divides a sum.
+    Keras does not scale sums. So row losses are multiplied by a recorded factor 1
+    before they are summed. `compute_loss` of the model refuses a loss of rows to which
+    a mean or a sum was added.
     """
-    is_stock = is_stock_step(step)
-    is_stock = is_stock and type(model).compute_loss is keras.Model.compute_loss
+    # If both are Keras' own, nothing divides a sum.
+    stock = keras.Model.compute_loss
+    is_stock = is_stock_step(step) and type(model).compute_loss is stock
     with contextlib.ExitStack() as stack:
         losses = given_losses(model) if isinstance(model, keras.Model) else []
         if losses and run.replicas > 1:
-            compute = functools.partial(_of_rows_or_whole, model.compute_loss, run)
+            compute = functools.partial(_checked_loss, model.compute_loss, run)
             stack.enter_context(instance_attributes(model, {"compute_loss": compute}))
-        # One loss may be given for several outputs: it is led once.
+        # One loss may serve several outputs: override it once.
         for loss in {id(loss): loss for loss in losses}.values():
             if isinstance(loss, keras.losses.Loss) and loss.reduction == "sum":
-                lead = functools.partial(_losses_of_rows, loss.call, run, is_stock)
-                led = {"call": lead}
-                stack.enter_context(instance_attributes(loss, led))
+                call = functools.partial(_losses_of_rows, loss.call, run, is_stock)
+                stack.enter_context(instance_attributes(loss, {"call": call}))
         yield
 
 
@@ -467,29 +395,22 @@ def _losses_of_rows(
     losses = call(*args, **kwargs)
     is_rows = tf.is_tensor(losses) and losses.shape.rank != 0
     if not is_rows or tf.distribute.in_cross_replica_context():
-        return losses  # of a scalar nothing says what it is
-    suspect_sum_of_all(run, current_rank(), losses)
+        return losses  # a scalar may be anything
+    rank = current_rank()
+    warn_about_sum_of_all(run, rank, losses)
     if is_stock:
-        note_denominator(run, current_rank(), Denominator(None, of=Kind.SUM))
-    trace = trace_of(current_rank())
-    run.scaled_losses.add(trace)
-    shares = run.shares[trace]
-    return losses * shares.factor(1.0, losses.dtype)
+        note_denominator(run, rank, Denominator(None, of=Kind.SUM))
+    run.scaled_losses.add(trace_of(rank))
+    return losses * run.shares[trace_of(rank)].factor(1.0, losses.dtype)
 
 
-def _of_rows_or_whole(compute: Any, run: ReplicaRun, *args: Any, **kwargs: Any) -> Any:
-    """Refuses losses of rows to which a mean, or a sum, was added.
-
-    Keras adds it to each row's, so that one device counts it once for each row of the
-    global batch. A replica has other rows, and knew none of that at the mean.
-
-    Raises:
-      ConfigurationError: when the loss is such a sum.
-    """
+def _checked_loss(compute: Any, run: ReplicaRun, *args: Any, **kwargs: Any) -> Any:
+    """Refuses losses of rows to which a mean or sum was added: one device counts it
+    once per row of the global batch, and a replica does not have their number then."""
     loss = compute(*args, **kwargs)
     if not tf.is_tensor(loss) or not loss.shape.rank:
         return loss
-    suspect_sum_of_all(run, current_rank(), loss)
+    warn_about_sum_of_all(run, current_rank(), loss)
     if run.shares[trace_of(current_rank())].standing_of(loss) is Standing.LOCAL:
         return loss
     raise ConfigurationError(

@@ -1,15 +1,14 @@
-"""What metrics count in: whether the replicas' own values of it add up.
+"""Checks that the replicas' values of a metric's variables add up.
 
-Each replica counts for itself, and who reads a metric gets the sums over the replicas.
-A sum over rows is the whole batches' then; a maximum, a mean that moves by what it
-holds, and the value of the last batch are not.
+Reading a metric returns the sum over the replicas. That is exact for sums over rows; it
+is not for a maximum, a running mean, or the value of the last batch.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import keras
 import numpy as np
@@ -19,8 +18,8 @@ from tfdp._private.names import own_copy
 from tfdp._private.step_ops import MAY_CALL, PYTHON
 from tfdp.tracing.assigned_terms import change_of, is_read_among, term_added_to
 from tfdp.tracing.dependencies import DependsOn, is_of_own_rows
-from tfdp.tracing.loss_shares import Standing, ancestors, key_of
-from tfdp.tracing.replica_invariance import is_exchanged, outermost
+from tfdp.tracing.loss_shares import Standing, ancestors
+from tfdp.tracing.replica_invariance import graph_tensors, is_exchanged, outermost
 from tfdp.tracing.row_means import (
     SELECTS,
     is_no_mean_over_rows,
@@ -29,27 +28,25 @@ from tfdp.tracing.row_means import (
 )
 from tfdp.tracing.run import ReplicaRun, trace_of
 
-MOVES_BY_ITSELF = "something that moves by what it holds, such as a running mean"
+MOVES_BY_ITSELF = "something that depends on its own value, such as a running mean"
 NO_SUM = "a sum of what is none over rows, such as of maxima or of roots"
 REMEDY = (
-    "Keep sums over rows, and make the rest of them in result(); or make the variable "
-    "by add_variable(..., aggregation='only_first_replica'), and give it what is the "
-    "same on all replicas, made of tfdp.losses.all_rows(rows)"
+    "Keep sums over rows, and compute the rest in result(); or make the variable by "
+    "add_variable(..., aggregation='only_first_replica'), and give it what is the same "
+    "on all replicas, such as a value of tfdp.losses.all_rows(rows)"
 )
-# A metric is so many operations at most; what it counts is made of a whole model.
+# The most ops of a metric that are searched: behind them is the whole model.
 MOST_NEAR = 300
-# What they make of it is not looked for.
+# Their bodies are not searched.
 NOT_LOOKED_INTO = MAY_CALL | PYTHON
 TERMS_OF_SUMS = {"Add", "AddN", "AddV2", "Sub"}
 SUMS_IN_PLACE = {"TensorScatterAdd", "TensorScatterSub", "XlaDynamicUpdateSlice"}
 SAME_VALUE = {"Cast", "EnsureShape", "Identity", "Reshape"}
-EXTREMES = {
-    *("Max", "Maximum", "Min", "Minimum", "TensorScatterMax", "TensorScatterMin"),
-}
+EXTREMES = set("Max Maximum Min Minimum TensorScatterMax TensorScatterMin".split())
 
 
 def warn_if_rows_counted(run: ReplicaRun) -> None:
-    """Notes values of metrics whose sum over the replicas is not one device's value."""
+    """Warns of metric values that adding over replicas makes wrong."""
     if run.replicas == 1:
         return
     handles: dict[int, set[int]] = {}
@@ -58,7 +55,7 @@ def warn_if_rows_counted(run: ReplicaRun) -> None:
     of_rank = functools.cache(functools.partial(rows_of, run))
     for rank, variable, value, is_added in run.counted:
         rows = of_rank(rank)
-        if id(variable) in run.numbers_told:
+        if id(variable) in run.checked_numbers:
             continue
         if is_added:
             what = _of_a_term(value, handles[rank], rows)
@@ -78,22 +75,17 @@ def warn_if_rows_counted(run: ReplicaRun) -> None:
 def warn_if_steps_counted(
     run: ReplicaRun, metrics: Iterable[keras.metrics.Metric]
 ) -> None:
-    """Notes metrics that divide a sum of losses by steps that each replica counts.
-
-    Of a loss each replica adds its share, so the sum is that of one device; of steps
-    each adds one.
-    """
+    """Warns of sums of losses that are divided by steps: each replica adds its share of
+    a loss, but one whole step."""
     if run.replicas == 1:
         return
     owners = {id(v.value): metric for metric in metrics for v in metric.variables}
     adds_shares, counts_steps = set(), set()
     for rank, variable, value, is_added in run.counted:
         metric = owners.get(id(variable))
-        if metric is None or id(variable) in run.numbers_told:
+        if metric is None or id(variable) in run.checked_numbers:
             continue
-        term = value
-        if not is_added:
-            term = change_of(_handle(variable, rank), value)
+        term = value if is_added else change_of(_handle(variable, rank), value)
         if term is None:
             continue
         step = tf.get_static_value(term)
@@ -103,11 +95,11 @@ def warn_if_steps_counted(
             adds_shares.add(metric.name)
     for name in adds_shares & counts_steps:
         run.state_suspicions.add(
-            f"the metric {name!r} adds up a loss, of which each of {run.replicas} "
-            "replicas brings its share, and counts steps, of which each brings one: "
-            f"its quotient is 1/{run.replicas} of the loss. Give the loss to a "
+            f"the metric {name!r} adds up a loss, and each of {run.replicas} "
+            "replicas adds its share; and counts steps, and each adds one: its "
+            f"quotient is 1/{run.replicas} of the loss. Give the loss to a "
             "keras.metrics.Mean, or make the metric's class one of its subclasses, "
-            "which hands the loss to super().update_state"
+            "which passes the loss to super().update_state"
         )
 
 
@@ -116,28 +108,22 @@ def _handle(variable: object, rank: int) -> tf.Tensor | None:
 
 
 def _of_a_term(term: tf.Tensor, handles: set[int], rows: DependsOn) -> str | None:
-    """What the sum of `term` over the steps looks like; None: a sum over rows."""
+    """What the sum of `term` over steps looks like; None: a sum over rows."""
     if _reads(term, handles):
         return MOVES_BY_ITSELF
-    if is_no_mean_over_rows(term, rows, may_be_sum=True):
-        return NO_SUM
-    return None
+    return NO_SUM if is_no_mean_over_rows(term, rows, may_be_sum=True) else None
 
 
 def _of_a_value(
     handle: tf.Tensor | None, value: tf.Tensor, handles: set[int], rows: DependsOn
 ) -> str | None:
-    """What a variable of `handle` that is given `value` looks like; None: a sum."""
-    todo, seen = [value], set()
-    while todo:
-        one = outermost(todo.pop())
-        if one is None or isinstance(one, tf.__internal__.EagerTensor):
-            continue
-        if key_of(one) in seen:
-            continue
-        seen.add(key_of(one))
+    """What a variable looks like that is assigned `value`; None: a sum over rows."""
+    todo = [value]
+    for one in graph_tensors(todo):
         inputs = list(one.op.inputs)
-        if is_read_among(handle, [one]) or _is_zero(one):
+        constant = tf.get_static_value(one)
+        is_zero = constant is not None and not constant.any()
+        if is_read_among(handle, [one]) or is_zero:
             continue
         term = term_added_to(handle, one)
         if one.op.type == "Sub" and is_read_among(handle, inputs[:1]):
@@ -148,14 +134,14 @@ def _of_a_value(
                 return what
         elif one.op.type in SAME_VALUE:
             todo += inputs[:1]
-        elif one.op.type in SELECTS:  # as where a step is left out
+        elif one.op.type in SELECTS:  # such as where a step is skipped
             todo += inputs[1:]
         elif one.op.type in NOT_LOOKED_INTO:
             continue
         elif one.op.type in EXTREMES and _reads(one, {id(handle)}):
             return "a running maximum or minimum"
         elif not _reads(one, {id(handle)}):
-            return "a value of the last batch, or one that all replicas have alike"
+            return "a value of the last batch, or one that is equal on all replicas"
         elif one.op.type == "TensorScatterUpdate":
             if not _reads(inputs[2], {id(handle)}):
                 return "values of the last batch"
@@ -164,8 +150,10 @@ def _of_a_value(
             if len(held) > 1:
                 return MOVES_BY_ITSELF
             if held[0].op.type == "Mul":
-                if _forgets(held[0], inputs, rows):
-                    return "an average that forgets what is long ago"
+                # A decaying sum over rows adds up over the replicas, too.
+                others = [one for one in inputs if one is not held[0] and one in rows]
+                if not all(is_sum_over_rows(each, rows) for each in others):
+                    return "an average that forgets older batches"
                 continue
             todo += held
             for each in inputs:
@@ -175,29 +163,12 @@ def _of_a_value(
         elif one.op.type in SUMS_IN_PLACE:
             continue
         else:
-            return "something else than a sum of what it held and of rows"
+            return "something other than its old value plus a sum over rows"
     return None
 
 
-def _forgets(held: tf.Tensor, terms: Sequence[tf.Tensor], rows: DependsOn) -> bool:
-    """Whether `held`, a multiple of what was there, gets no sum over rows added.
-
-    A sum that forgets adds up over the replicas as well.
-    """
-    return any(
-        one in rows and not is_sum_over_rows(one, rows)
-        for one in terms
-        if one is not held
-    )
-
-
-def _is_zero(value: tf.Tensor) -> bool:
-    constant = tf.get_static_value(value)
-    return constant is not None and not constant.any()
-
-
 def _reads(value: tf.Tensor, handles: set[int]) -> bool:
-    """Whether `value` is made of what a variable of `handles` holds, not far away."""
+    """Whether `value` depends on a variable of `handles`, within `MOST_NEAR` ops."""
     near = itertools.islice(ancestors(value, is_behind=is_exchanged), MOST_NEAR)
     return any(
         one.op.type == "ReadVariableOp" and id(outermost(one.op.inputs[0])) in handles

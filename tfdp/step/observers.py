@@ -1,8 +1,7 @@
-"""What callbacks attach to the training steps of a model.
+"""Observers that callbacks attach to the training steps of a model.
 
-Several callbacks may attach an observer each, also of one kind. They are kept with the
-model, so that a `fit` of another model, within a callback or in another thread, has its
-own. A step takes those of its model when it is built.
+They are stored with the model, so that a `fit` of another model, within a callback or
+in another thread, has its own. A step uses its model's observers when it is traced.
 """
 
 from __future__ import annotations
@@ -31,34 +30,26 @@ Kind = TypeVar("Kind")
 
 
 def attach(model: keras.Model, observer: Any) -> None:
-    """Steps of `model` that are built from now on have `observer`."""
-    # Not by setattr, which would track it as a part of the model.
+    """Adds `observer` to steps of `model` that are traced from now on."""
+    # Not setattr, which would track it as a part of the model.
     vars(model).setdefault(OBSERVERS, []).append(observer)
 
 
 def detach(model: keras.Model, observer: Any) -> None:
-    """Steps of `model` that are built from now on do not have `observer`."""
+    """Removes `observer` from steps of `model` that are traced from now on."""
     others = [one for one in observers_of(model, object) if one is not observer]
     vars(model)[OBSERVERS] = others
 
 
 def observers_of(model: Any, kind: type[Kind]) -> list[Kind]:
-    """Those of one kind that are attached to `model`, the first attached first."""
+    """The observers of one kind, in the order of attachment."""
     attached = getattr(model, "__dict__", {}).get(OBSERVERS, ())
     return [one for one in attached if isinstance(one, kind)]
 
 
-# `StepMeter`: the samples of training steps, and when their batches were there.
-
-
 class StepMeter:
-    """Looks at the training steps of a model, while it is in use.
-
-    It sees the graphs that are built while it is attached (`tfdp.step.observers`), and
-    eager steps.
-
-    Cost: four small ops in a step.
-    """
+    """Counts samples and steps of training, in graphs traced while it is attached and
+    in eager steps, and records when batches arrived."""
 
     def __init__(self) -> None:
         self._samples, self._eager_samples = make_counter(), 0
@@ -68,57 +59,38 @@ class StepMeter:
 
     @property
     def samples(self) -> int | None:
-        """Of all steps so far, in this process; None: a step did not tell."""
+        """Of all steps so far, in this process; None: unknown for a step."""
         if not self._is_known:
             return None
         return self._eager_samples + int(self._samples.numpy())
 
     @property
     def steps(self) -> int:
-        """That were made so far."""
         return self._eager_steps + int(self._steps.numpy())
 
     @property
     def arrived_seconds(self) -> float | None:
-        """When the batch of the last step was there, since 1970; None: not known."""
+        """When the last step's batch arrived, in seconds since 1970; None: unknown."""
         return float(self._arrived.numpy()) or None
 
     def note(self, rows: Any, given: Any) -> None:
-        """A step is built, or made.
-
-        Args:
-          rows: of this process's replicas; None: not known.
-          given: what the step is called with, nested.
-        """
+        """Called when a step is traced, or made eagerly; `rows` may be unknown
+        (None)."""
+        self._is_known = self._is_known and rows is not None
         if tf.executing_eagerly():
             self._eager_steps += 1
-        else:
-            count_in_graph(self._steps, tf.constant(1, tf.int64))
-        if rows is None:
-            self._is_known = False
-        elif tf.executing_eagerly():
-            self._eager_samples += int(rows)
-        else:
+            self._eager_samples += 0 if rows is None else int(rows)
+            return
+        count_in_graph(self._steps, tf.constant(1, tf.int64))
+        if rows is not None:
             count_in_graph(self._samples, tf.cast(rows, tf.int64))
-        batch = [] if tf.executing_eagerly() else tensors_of_this_graph(given)
+        batch = tensors_of_this_graph(given)
         if batch:
             note_in_graph(self._arrived, time_in_graph(batch))
 
 
-# `NoiseProbe`: squared norms of the gradients of one step, before and after their sum.
-#
-# With the gradient g_r of each replica (its share of the global mean), n_r of the n
-# rows on it and m replicas that have any, a replica's own mean gradient is g_r n / n_r,
-# and the mean of its square over the rows of the batch
-#
-#     sum_r (n_r / n) |g_r n / n_r|^2 = sum_r (n / n_r) |g_r|^2
-#
-# which is one number of each replica. It travels with the gradients, in their buckets,
-# beside a 1 from each replica that has rows.
-
-
 class NormsOfStep(NamedTuple):
-    """What `tfdp.plan.noise_scale.split_norms` takes."""
+    """The arguments of `tfdp.plan.noise_scale.split_norms`."""
 
     small: float
     big: float
@@ -127,16 +99,17 @@ class NormsOfStep(NamedTuple):
 
 
 class NoiseProbe:
-    """Notes the norms of the gradients of each step, while it is in use.
+    """Records squared norms of gradients of each step, before and after their sum.
 
-    It is in the graphs that are built while it is attached (`tfdp.step.observers`).
-    Callbacks of one training share it, and each reads it by a `NormsReader`.
+    With the gradient g_r of each replica (its share of the global mean) and n_r of the
+    n rows on it, a replica's own mean gradient is g_r n / n_r, and the mean of its
+    square over the rows of the batch is
 
-    Args:
-      optimizer: the model's own; tells by what the loss was scaled.
-      variables: of the model. The gradients of others are not looked at.
-      replicas: of this process.
-      steps: that run between two readings, at most.
+        sum_r (n_r / n) |g_r n / n_r|^2 = sum_r (n / n_r) |g_r|^2
+
+    Each replica adds its term, and a 1 if it has rows, to the buckets of the gradients.
+    Applies to graphs traced while it is attached; the callbacks of one training share
+    it, each with a `NormsReader`. `steps` is the most steps between two readings.
 
     Cost: two passes over the gradients of a replica, two more numbers in a bucket.
     """
@@ -146,30 +119,24 @@ class NoiseProbe:
     ):
         self._optimizer = optimizer
         self._variables = list(variables)
-        # All replicas note alike, and one is read: with other graphs TensorFlow might
-        # order their products otherwise, and their weights would drift apart.
+        # All replicas record the same, and one is read: with different graphs
+        # TensorFlow might order products differently, and weights would diverge.
         self._notes = [
             make_note(tf.zeros([steps, 4]), tf.float32) for _ in range(replicas)
         ]
         self._counts = [make_note(0, tf.int64) for _ in range(replicas)]
-        #: How many read it.
+        #: The number of readers.
         self.readers = 0
         self._last: tuple[ReplicaRun, set[int]] | None = None
 
     def is_about(self, variables: Sequence[Any]) -> bool:
-        """Whether these gradients are the model's: a step may have other variables."""
         own = set(map(id, self._variables))
         return any(id(variable) in own for variable in variables)
 
     def before(
         self, gradients: Sequence[Any], run: ReplicaRun, rank: int
     ) -> list[tf.Tensor]:
-        """What to sum over the replicas with the gradients.
-
-        Raises:
-          ConfigurationError: at the second sum of gradients in one step, or without a
-            batch.
-        """
+        """The values to sum over the replicas with the gradients."""
         self._refuse_second(run, rank)
         total = run.total_of(rank)
         if total is None:
@@ -180,14 +147,14 @@ class NoiseProbe:
         own = tf.cast(run.count_of(rank), tf.float32)
         norm = squared_norm(gradients, self._inverse_scale())
         share = norm * tf.math.divide_no_nan(tf.cast(total, tf.float32), own)
-        # A replica without rows may have computed on a borrowed one.
+        # A replica without rows may have computed on a dummy row.
         share = tf.where(own > 0, share, 0.0)
         return [tf.stack([share, tf.cast(own > 0, tf.float32)])]
 
     def after(
         self, gradients: Sequence[Any], sums: tf.Tensor, run: ReplicaRun, rank: int
     ) -> None:
-        """Notes the norm of the summed gradients beside the sums of `before`."""
+        """Records the norm of the summed gradients and the sums of `before`."""
         big = squared_norm(gradients, self._inverse_scale())
         rows = tf.cast(run.total_of(rank), tf.float32)
         note, count = self._notes[rank], self._counts[rank]
@@ -198,16 +165,14 @@ class NoiseProbe:
             count.assign_add(1)
 
     def notes_of(self, rank: int) -> list[tf.Variable]:
-        """What `after` changes."""
         return [self._notes[rank], self._counts[rank]]
 
     @property
     def steps(self) -> int:
-        """How many were noted."""
         return int(self._counts[0].numpy())
 
     def norms(self, steps: Iterable[int]) -> list[NormsOfStep]:
-        """The norms of these, counted from 0, of the last ones."""
+        """The norms of recent steps, numbered from 0."""
         note = self._notes[0].numpy()
         return [NormsOfStep(*note[step % len(note)].tolist()) for step in steps]
 
@@ -221,48 +186,38 @@ class NoiseProbe:
         if rank in self._last[1]:
             raise ConfigurationError(
                 "GradientNoiseScale found two sums of gradients in one step (two "
-                "optimizers, or an optimizer that is applied twice) and cannot tell "
-                "which gradient is meant. Leave the callback out."
+                "optimizers, or an optimizer that is applied twice), so that "
+                "the gradient is ambiguous. Leave the callback out."
             )
         self._last[1].add(rank)
 
 
 class NormsReader:
-    """Reads the norms of the steps of one `fit`.
-
-    Args:
-      model: it gets a probe, or shares the one that it has.
-    """
+    """Reads the norms of the steps of one `fit`, from the model's (or a new) probe."""
 
     def __init__(self, model: keras.Model):
         self._model = model
         probes = observers_of(model, NoiseProbe)
         if not probes:
-            probes = [
-                NoiseProbe(
-                    model.optimizer,
-                    model.trainable_variables,
-                    len(model.distribute_strategy.extended.worker_devices),
-                    model.steps_per_execution,
-                )
-            ]
+            replicas = len(model.distribute_strategy.extended.worker_devices)
+            optimizer, steps = model.optimizer, model.steps_per_execution
+            probes = [NoiseProbe(optimizer, model.trainable_variables, replicas, steps)]
             attach(model, probes[0])
         self._probe = probes[0]
         self._probe.readers += 1
         self.skip()
 
     def skip(self) -> None:
-        """Leaves out the steps that ran so far: of another `fit` of the model."""
+        """Skips the steps so far: those of another `fit` of the model."""
         self._read = self._probe.steps
 
     def read(self) -> list[NormsOfStep]:
-        """The norms of each step that ran since then."""
         steps = range(self._read, self._probe.steps)
         self._read = steps.stop
         return self._probe.norms(steps)
 
     def close(self) -> None:
-        """Reads no more; steps that are built then note nothing for it."""
+        """Stops reading; the last reader detaches the probe."""
         self._probe.readers -= 1
         if not self._probe.readers:
             detach(self._model, self._probe)
@@ -280,6 +235,6 @@ def squared_norm(gradients: Sequence[Any], factor: tf.Tensor | None) -> tf.Tenso
             )
         value = tf.cast(gradient, tf.float32)
         if factor is not None:
-            value = value * factor  # before it is squared, or it might overflow
+            value = value * factor  # before squaring, which might overflow
         total += tf.reduce_sum(tf.square(value))
     return total

@@ -1,16 +1,12 @@
-"""Stock Keras optimizers made exact: they get gradients that are already reduced.
+"""Overrides methods of stock Keras optimizers so that they get reduced gradients.
 
-Keras clips, tests for infinities and then reduces. The other way round is right: a
-gradient is clipped, and found infinite, as a whole. While a strategy runs, every
-optimizer that was made under it is led by instance attributes (no class is patched, and
-they are gone after the trace), whoever calls it and wherever it is kept:
+Keras clips, tests for infinities and then reduces. Exact is the reverse: clip and test
+the global gradient. So while a strategy runs, on every optimizer instance created in
+its scope `apply` reduces first, and `_all_reduce_sum_gradients` does nothing.
 
-    apply                     reduces first, then goes on with the reduced gradients
-    _all_reduce_sum_gradients returns them as they are
-
-With Keras' gradient accumulation the reduction stays where it was, once per K
-micro-steps and within a conditional; clipping is held back until after it, and the test
-for infinities agrees over the replicas, because all must take the same branch.
+With Keras' gradient accumulation the reduction stays inside Keras' conditional, once
+per K micro-steps; clipping is deferred until after it, and replicas agree on the test
+for infinities, because all must take the same branch.
 """
 
 from __future__ import annotations
@@ -23,6 +19,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.optimizers import Optimizer
 
 from tfdp._private.instance_attributes import instance_attributes
 from tfdp._private.names import current_rank, is_branch_graph, keras_state
@@ -53,70 +50,68 @@ from tfdp.step.finite_guard import update_if_finite
 from tfdp.step.sums import agree_finite, largest_of_replicas, reduce_gradients
 from tfdp.step.table_rows import CLIPPING
 from tfdp.tracing.assigned_terms import as_tensors
-from tfdp.tracing.run import ReplicaRun, current_run, do_before_the_step
+from tfdp.tracing.run import ReplicaRun, call_before_step, current_run
 
 ALREADY_REDUCED = {REDUCE: lambda grads_and_vars: grads_and_vars}
 
 
 @contextlib.contextmanager
 def overridden_optimizers(
-    optimizers: Iterable[keras.optimizers.Optimizer], run: ReplicaRun
+    optimizers: Iterable[Optimizer], run: ReplicaRun
 ) -> Iterator[None]:
-    """While this lasts, `optimizers` reduce before they clip, test and update.
-
-    One that another one holds (a loss scaler's, a group's) is led as well: called from
-    there it gets reduced gradients; called by itself it reduces them.
-    """
+    """Within this, `optimizers` reduce before they clip, test and update; nested ones
+    (a loss scaler's, a group's) only if they are called directly."""
     with contextlib.ExitStack() as stack:
         for optimizer in optimizers:
-            stack.enter_context(
-                instance_attributes(optimizer, _method_overrides(optimizer, run))
-            )
+            overrides = _method_overrides(optimizer, run)
+            stack.enter_context(instance_attributes(optimizer, overrides))
         yield
 
 
-def _method_overrides(
-    optimizer: keras.optimizers.Optimizer, run: ReplicaRun
-) -> dict[str, Any]:
-    """The instance attributes that lead `optimizer`."""
+def _method_overrides(optimizer: Optimizer, run: ReplicaRun) -> dict[str, Any]:
     if getattr(optimizer, "reduces_gradients", False):
         return {}  # DistributedOptimizer does all of this itself
-    leads: dict[str, Any] = {"apply": functools.partial(_apply, optimizer, run)}
+    overrides: dict[str, Any] = {"apply": functools.partial(_apply, optimizer, run)}
     if is_own(optimizer, "apply_gradients"):
-        leads["apply_gradients"] = functools.partial(_apply_gradients, optimizer, run)
-    # A loss scaler chooses a branch by its test. Replicas that chose apart would wait
-    # for each other for ever, so they agree on the answer first.
+        apply_gradients = functools.partial(_apply_gradients, optimizer, run)
+        overrides["apply_gradients"] = apply_gradients
+    # A loss scaler branches on its test: replicas that branch differently deadlock, so
+    # they agree on the result first.
     if hasattr(optimizer, "inner_optimizer"):
-        leads["check_finite"] = functools.partial(_check_finite, optimizer)
-        return leads
+        overrides["check_finite"] = functools.partial(_check_finite, optimizer)
+        return overrides
     shards = shards_of(optimizer)
     own = {} if shards is None else shard_overrides(optimizer, shards)
-    # Keras clips before it accumulates and before it reduces. Gradients that are yet
-    # to be reduced are held back here, and clipped right after (`_reduce`).
+    # Keras clips before it accumulates and reduces. Clipping of gradients that are not
+    # reduced yet is deferred to `_reduce`.
     clip = own.get(CLIP, by_keras(optimizer, CLIP))
-    own[CLIP] = functools.partial(_clip_unless_held_back, run, clip)
+
+    def clip_unless_deferred(gradients: Sequence[Any]) -> Any:
+        is_deferred = current_run() is not None and run.reduces_in_update
+        return gradients if is_deferred else clip(gradients)
+
+    own[CLIP] = clip_unless_deferred
     own[REDUCE] = functools.partial(_reduce, optimizer, run)
-    return own | leads
+    return own | overrides
 
 
-def _reduces_first(optimizer: keras.optimizers.Optimizer) -> bool:
+def _reduces_first(optimizer: Optimizer) -> bool:
     """Whether gradients are reduced before `optimizer` looks at them."""
-    # Who accumulates reduces once for all its batches, within Keras' conditional; but
-    # from stage 2 on what is accumulated are shards, of sums.
+    # With accumulation Keras reduces once for all batches, within its conditional; but
+    # from stage 2 on the accumulators are shards of sums.
     shards = shards_of(optimizer)
-    accumulates = any(
-        leaf.gradient_accumulation_steps for leaf in innermost_optimizers(optimizer)
-    )
+    leaves = innermost_optimizers(optimizer)
+    accumulates = any(leaf.gradient_accumulation_steps for leaf in leaves)
     return not accumulates or (shards is not None and shards.stage > 1)
 
 
 def _apply_gradients(
-    optimizer: keras.optimizers.Optimizer,
+    optimizer: Optimizer,
     run: ReplicaRun,
     grads_and_vars: Iterable[tuple[Any, Any]],
     **more: Any,
 ) -> Any:
-    """A program's own `apply_gradients`; Keras' is but another way to call `apply`."""
+    """For a user's own `apply_gradients`; Keras' one just calls `apply`."""
     own = type(optimizer).apply_gradients.__get__(optimizer)
     gradients, variables = zip(*grads_and_vars, strict=True)
 
@@ -128,20 +123,16 @@ def _apply_gradients(
 
 
 def _apply(
-    optimizer: keras.optimizers.Optimizer,
+    optimizer: Optimizer,
     run: ReplicaRun,
     gradients: Sequence[Any],
     trainable_variables: Any = None,
     original: Callable[..., Any] | None = None,
 ) -> Any:
-    """Keras' `apply`, with gradients that are reduced when they must be.
-
-    Args:
-      original: what is done with them; None: what the optimizer's class does.
-    """
+    """Keras' `apply` with reduced gradients; `original` makes the update."""
     original = original or type(optimizer).apply.__get__(optimizer)
     original = watch_draws([optimizer, *innermost_optimizers(optimizer)], run, original)
-    # An optimizer that another one holds is called with what that one has reduced.
+    # A nested optimizer is called with gradients that the outer one has reduced.
     is_given_reduced = current_run() is None or run.is_updating
     if is_given_reduced:
         return original(gradients, trainable_variables)
@@ -151,20 +142,16 @@ def _apply(
             check_shardable(leaf)
     if run.replicas > 1:
         _refuse_own_reduction(optimizer)
-    # Lists, because Keras gives zips, which end with the first who reads them.
+    # Lists, because Keras passes zips, which can be read once only.
     variables = None if trainable_variables is None else list(trainable_variables)
     gradients = as_tensors(gradients)
     if variables is not None and not optimizer.built:
         _build_as_keras(optimizer, run, variables)
     if variables is not None and run.replicas > 1:
-        gradients = overwritten_by_mean(
-            gradients,
-            variables,
-            lambda values: largest_of_replicas(values, run, optimizer),
-        )
+        gradients = maximize_stored_values(gradients, variables, run, optimizer)
     reduces_first = _reduces_first(optimizer)
     if reduces_first:
-        gradients = _reduce_before(optimizer, run, gradients, variables)
+        _reduce_before(optimizer, run, gradients, variables)
     else:
         if run.replicas > 1:
             _refuse_own_look(optimizer)
@@ -179,12 +166,7 @@ def _apply(
     update_if_finite(optimizer, gradients, built_with, update)
 
 
-def _refuse_own_reduction(optimizer: keras.optimizers.Optimizer) -> None:
-    """Refuses what stands in the place of the sum over the replicas.
-
-    Raises:
-      ConfigurationError: a class of the program's own reduces gradients.
-    """
+def _refuse_own_reduction(optimizer: Optimizer) -> None:
     for leaf in innermost_optimizers(optimizer):
         if is_own(leaf, REDUCE):
             raise ConfigurationError(
@@ -195,12 +177,7 @@ def _refuse_own_reduction(optimizer: keras.optimizers.Optimizer) -> None:
             )
 
 
-def _refuse_own_look(optimizer: keras.optimizers.Optimizer) -> None:
-    """Refuses a program's own look at gradients that are yet to be added.
-
-    Raises:
-      ConfigurationError: naming the method that looks.
-    """
+def _refuse_own_look(optimizer: Optimizer) -> None:
     for leaf in (optimizer, *innermost_optimizers(optimizer)):
         own = own_look_at_gradients(leaf, ON_THE_WAY)
         if own is not None:
@@ -208,17 +185,16 @@ def _refuse_own_look(optimizer: keras.optimizers.Optimizer) -> None:
                 f"The optimizer {type(leaf).__name__} has {own} of its own, and "
                 "accumulates gradients (gradient_accumulation_steps): it would look at "
                 "each replica's part of their sum, which Keras adds up later. If it "
-                "looks at single elements only, and only multiplies them, say so with "
-                "the class attribute is_elementwise = True. Or accumulate with "
+                "only multiplies single elements, declare the class attribute "
+                "is_elementwise = True. Or accumulate with "
                 "tfdp.DistributedOptimizer(optimizer, accumulate_steps=...)."
             )
 
 
 def _build_as_keras(
-    optimizer: keras.optimizers.Optimizer, run: ReplicaRun, variables: list[Any]
+    optimizer: Optimizer, run: ReplicaRun, variables: list[Any]
 ) -> None:
-    """As Keras does next; what compression leaves goes by an optimizer's variables."""
-
+    # Built before the step, as Keras does; compression indexes optimizer variables.
     def build() -> None:
         with keras.name_scope(optimizer.name, caller=optimizer):
             optimizer.build(variables)
@@ -228,50 +204,46 @@ def _build_as_keras(
         with run.updating():
             build()
         return
-    # In the step one replica would store it for itself, in every step.
-    do_before_the_step(build)
+    # Within the step one replica would store it for itself, in every step.
+    call_before_step(build)
     if hasattr(optimizer, "inner_optimizer") and not tf.executing_eagerly():
-        # A loss scaler has scaled by a constant, since it was not built. A function
-        # whose first trace makes a variable is traced once more; what the variable
-        # starts with must not wait for the batch, as all of the step does.
+        # The loss scaler used a constant scale, since it was not built. Creating a
+        # variable in the first trace makes `tf.function` trace again; its initial value
+        # must not depend on the batch, as the rest of the step does.
         with tf.control_dependencies(None):
             tf.Variable(0.0, trainable=False)
 
 
-def _stores_when_built(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether `build` stores something in variables, such as a copy of the weights."""
+def _stores_when_built(optimizer: Optimizer) -> bool:
+    """Whether `build` assigns to variables, such as a copy of the weights."""
     builds = [vars(of).get("build") for of in type(optimizer).__mro__]
     codes = [inspect.unwrap(build).__code__ for build in builds if callable(build)]
     return any("assign" in code.co_names for code in codes)
 
 
 def _reduce_before(
-    optimizer: keras.optimizers.Optimizer,
+    optimizer: Optimizer,
     run: ReplicaRun,
     gradients: list[Any],
     variables: list[Any] | None,
-) -> list[Any]:
-    targets = variables or [None] * len(gradients)
+) -> None:
+    pairs = zip(gradients, variables or [None] * len(gradients), strict=True)
     places = [
-        i
-        for i, (gradient, variable) in enumerate(zip(gradients, targets, strict=True))
+        place
+        for place, (gradient, variable) in enumerate(pairs)
         if gradient is not None and not is_overwritten(variable)
     ]
     built_with = variables or variables_built_with(optimizer)
-    reduced = reduce_gradients(
-        [gradients[i] for i in places], run, [built_with[i] for i in places], optimizer
-    )
+    sent, targets = [gradients[i] for i in places], [built_with[i] for i in places]
+    reduced = reduce_gradients(sent, run, targets, optimizer)
     for place, gradient in zip(places, reduced, strict=True):
         gradients[place] = gradient
-    return gradients
 
 
-def _check_finite(
-    optimizer: keras.optimizers.Optimizer, gradients: Sequence[Any]
-) -> tf.Tensor:
-    """Keras' test, on what all replicas have alike; else they agree on its answer."""
-    is_alike = _reduces_first(optimizer) and shards_of(optimizer) is None
-    if is_alike or tf.distribute.in_cross_replica_context():
+def _check_finite(optimizer: Optimizer, gradients: Sequence[Any]) -> tf.Tensor:
+    """Keras' test on replicated gradients; otherwise replicas agree on the result."""
+    is_replicated = _reduces_first(optimizer) and shards_of(optimizer) is None
+    if is_replicated or tf.distribute.in_cross_replica_context():
         return type(optimizer).check_finite(optimizer, gradients)
     if is_own(optimizer, "check_finite"):
         raise ConfigurationError(
@@ -282,19 +254,10 @@ def _check_finite(
     return agree_finite(optimizer, gradients)
 
 
-def _clip_unless_held_back(
-    run: ReplicaRun, clip: Callable[[Sequence[Any]], Any], gradients: Sequence[Any]
-) -> Any:
-    is_held_back = current_run() is not None and run.reduces_in_update
-    return gradients if is_held_back else clip(gradients)
-
-
 def _reduce(
-    optimizer: keras.optimizers.Optimizer,
-    run: ReplicaRun,
-    grads_and_vars: Sequence[tuple[Any, Any]],
+    optimizer: Optimizer, run: ReplicaRun, grads_and_vars: Sequence[tuple[Any, Any]]
 ) -> list[tuple[Any, Any]]:
-    """Reduces, and then clips, what was not reduced before."""
+    """Reduces, and then clips, gradients that were not reduced before."""
     pairs = list(grads_and_vars)
     if current_run() is None or not run.reduces_in_update:
         return pairs
@@ -302,18 +265,19 @@ def _reduce(
     variables = [pairs[i][1] for i in places]
     reduced = reduce_gradients([pairs[i][0] for i in places], run, variables, optimizer)
     shards = shards_of(optimizer)
-    if shards is None:
-        clipped = by_keras(optimizer, CLIP)(reduced)
-    else:
-        clipped = clip_over_shards(optimizer, reduced, variables, shards)
+    clipped = (
+        by_keras(optimizer, CLIP)(reduced)
+        if shards is None
+        else clip_over_shards(optimizer, reduced, variables, shards)
+    )
     for place, gradient in zip(places, clipped, strict=True):
         pairs[place] = (gradient, pairs[place][1])
     return pairs
 
 
 @contextlib.contextmanager
-def takes_reduced(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
-    """While this lasts, `optimizer` does not reduce the gradients that it is given."""
+def takes_reduced(optimizer: Optimizer) -> Iterator[None]:
+    """Within this, `optimizer` treats its gradients as reduced already."""
     shards, found = shards_of(optimizer), current_run()
     with contextlib.ExitStack() as stack:
         if found is not None:
@@ -326,32 +290,18 @@ def takes_reduced(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
         yield
 
 
-# Optimizers that draw random numbers: copies of a weight must get the same ones.
-#
-# `keras.random` draws alike on all replicas there (`tfdp.variables.mirrored`).
-# TensorFlow's own random operations are seeded by their place in the graph, which is
-# another one for each replica, or by nothing.
-
-
 def watch_draws(
-    optimizers: Iterable[keras.optimizers.Optimizer],
-    run: ReplicaRun,
-    update: Callable[..., Any],
+    optimizers: Iterable[Optimizer], run: ReplicaRun, update: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """`update`, which notes for a warning where replicas draw apart in it.
-
-    Args:
-      optimizers: those that update.
-      run: in which the replicas are traced.
-      update: builds the update of one replica.
-    """
+    """Wraps `update` to warn of TensorFlow's random ops: their seeds differ by replica,
+    and those of `keras.random` do not."""
     if run.replicas == 1 or run.is_local or tf.executing_eagerly():
         return update
     if tf.distribute.in_cross_replica_context():
-        return update  # as a program's own merge_call does: one draws for all copies
+        return update  # as in a user's own merge_call: one draw for all copies
     rank = current_rank()
     if isinstance(rank, int) and rank != 0:
-        return update  # what one of them draws by all do
+        return update  # one replica is enough: all do the same
 
     @functools.wraps(update)
     def watched(*args: Any, **kwargs: Any) -> Any:
@@ -362,108 +312,79 @@ def watch_draws(
         if any(op.type in DRAWS for op in made):
             names = ", ".join(sorted({type(each).__name__ for each in optimizers}))
             run.state_suspicions.add(
-                f"the optimizer {names} draws random numbers by TensorFlow, which are "
-                "others on each replica, so that the copies of the weights become "
-                "unlike. Draw with keras.random and a keras.random.SeedGenerator that "
-                "the optimizer holds: in an update all replicas draw alike by it"
+                f"the optimizer {names} draws random numbers with TensorFlow ops, "
+                "which differ on each replica, so the copies of the weights diverge. "
+                "Draw with keras.random and a keras.random.SeedGenerator in the "
+                "optimizer: in an update these draws are the same on all replicas"
             )
         return result
 
     return watched
 
 
-# Variables that Keras overwrites by their gradients, alike on all replicas.
-#
-# A layer of float8 (`quantize("float8")`) keeps the largest values that it has seen,
-# and hands the new ones on as gradients. Over the replicas the largest one counts, as
-# Keras has it over the micro-steps of an accumulation.
-
-
-# Of such a history the first value is new, the others are alike on all replicas.
+# Of such a history only the first value is new, the others are equal on all replicas.
 HISTORY = "amax_history"
 
 
 def is_overwritten(variable: Any) -> bool:
-    """Whether a gradient is what Keras stores in `variable` next."""
+    """Whether Keras stores the gradient of `variable` as its next value."""
     return bool(getattr(variable, "overwrite_with_gradient", False))
 
 
-def overwritten_by_mean(
+def maximize_stored_values(
     gradients: list[Any],
     variables: Sequence[Any],
-    largest: Callable[[list[tf.Tensor]], list[tf.Tensor]],
+    run: ReplicaRun,
+    optimizer: Optimizer,
 ) -> list[Any]:
-    """`gradients`, of which those to store are the largest of all replicas.
+    """`gradients`, where values to store are the elementwise maximum over all replicas.
 
-    Args:
-      gradients: of the calling replica, one for each of `variables`.
-      largest: of vectors, element by element the largest that a replica has.
-
-    Cost: one exchange of a number for each such variable, from each replica; nothing
-    where there is none.
-
-    Raises:
-      ConfigurationError: where such a variable is in shards.
+    A float8 layer (`quantize("float8")`) tracks the largest values and passes the new
+    ones on as gradients; Keras takes the maximum over accumulated micro-steps, too. It
+    costs one exchange of a number per such variable and replica.
     """
-    places = [
-        place
-        for place, variable in enumerate(variables)
-        if is_overwritten(variable) and gradients[place] is not None
-    ]
-    if not places:
-        return gradients
-    for place in places:
-        if shard_kind(variables[place]) is not None:
+    new: dict[int, tf.Tensor] = {}
+    for place, (gradient, variable) in enumerate(
+        zip(gradients, variables, strict=False)
+    ):
+        if not is_overwritten(variable) or gradient is None:
+            continue
+        if shard_kind(variable) is not None:
             raise ConfigurationError(
-                f"The variable {variables[place].path!r}, which Keras overwrites by "
-                "its gradient, is in shards, and no replica has the whole of it. Give "
-                "the strategy a shard_min_bytes above its size, such as the default."
+                f"The variable {variable.path!r}, which Keras overwrites by its "
+                "gradient, is in shards, and no replica has the whole of it. Give the "
+                "strategy a shard_min_bytes above its size, such as the default."
             )
-    new = [_new_part(gradients[place], variables[place]) for place in places]
+        flat = tf.reshape(gradient, [-1])
+        new[place] = flat[:1] if variable.name.endswith(HISTORY) else flat
+    if not new:
+        return gradients
     results = list(gradients)
-    for place, part in zip(places, largest(new), strict=True):
+    maxima = largest_of_replicas(list(new.values()), run, optimizer)
+    for place, part in zip(new, maxima, strict=True):
         flat = tf.reshape(gradients[place], [-1])
         whole = tf.concat([part, flat[part.shape[0] :]], axis=0)
         results[place] = tf.reshape(whole, gradients[place].shape)
     return results
 
 
-def _new_part(gradient: tf.Tensor, variable: Any) -> tf.Tensor:
-    flat = tf.reshape(gradient, [-1])
-    return flat[:1] if variable.name.endswith(HISTORY) else flat
-
-
 def refuse_overwritten(variables: Sequence[Any], wrapper: str) -> None:
-    """Refuses an optimizer that would add up what is to be stored.
-
-    Raises:
-      ConfigurationError: one of `variables` is overwritten by its gradient.
-    """
+    """Raises ConfigurationError if the gradient of one of `variables` is its value."""
     for variable in variables:
         if is_overwritten(variable):
             raise ConfigurationError(
                 f"{wrapper} adds gradients up, and that of {variable.path!r} is a "
-                "value to store (a layer of float8). Use the Keras optimizer itself."
+                "value to store (float8 layer). Use the Keras optimizer itself."
             )
 
 
-# Optimizers that nobody leads: what cannot be exact with them is refused.
-
-
 def check_overridden(value: Sequence[Any]) -> bool:
-    """Refuses a reduction that an unknown optimizer asks for, where it is not exact.
-
-    Returns:
-      Whether an optimizer that nobody leads asks: for the sum of its gradients.
-
-    Raises:
-      ScopeError: when it was made elsewhere.
-      ConfigurationError: when it would clip, test or update by shards before.
-    """
-    # TensorFlow's reduction is not told who asks; Keras' open name scopes tell.
+    """Whether an optimizer without overrides requests the sum of its gradients; raises
+    ConfigurationError, or ScopeError, unless that sum is exact."""
+    # TensorFlow's reduction does not pass the caller; Keras' open name scopes have it.
     stack = keras_state.get_global_attribute("name_scope_stack") or []
     callers = [getattr(scope, "caller", None) for scope in stack]
-    optimizers = [c for c in callers if isinstance(c, keras.optimizers.Optimizer)]
+    optimizers = [c for c in callers if isinstance(c, Optimizer)]
     for optimizer in optimizers:
         if REDUCE in vars(optimizer) or "apply" in vars(optimizer):
             return False
@@ -486,8 +407,8 @@ def check_overridden(value: Sequence[Any]) -> bool:
     return bool(optimizers) and not is_overridden
 
 
-def _why_not_exact(optimizer: keras.optimizers.Optimizer) -> str | None:
-    """Why adding the gradients of an unknown optimizer is not enough."""
+def _why_not_exact(optimizer: Optimizer) -> str | None:
+    """Why summing the gradients of an optimizer without overrides is not enough."""
     if shards_of(optimizer) is not None:
         return "with shard=... each replica would add another shard of its gradients"
     set_options = [name for name in CLIPPING if getattr(optimizer, name, None)]
@@ -500,12 +421,11 @@ def _why_not_exact(optimizer: keras.optimizers.Optimizer) -> str | None:
     if reducer.compressed is not None:
         return "its gradients would be sent without Communication(compression=...)"
     if momentum_compression_of(optimizer) is not None:
-        return "its gradients would be sent in the place of its momentum"
+        return "its gradients would be sent instead of its momentum"
     graph = tf.compat.v1.get_default_graph()
     if is_branch_graph(graph) and not optimizer.gradient_accumulation_steps:
         return (
-            "is called within a conditional, such as a loss scaler's, whose branch "
-            "each replica would choose by its own gradients: the replicas would wait "
-            "for each other for ever"
+            "is called within a conditional, such as a loss scaler's, and each replica "
+            "would branch by its own gradients: replicas would deadlock"
         )
     return None

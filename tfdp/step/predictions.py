@@ -1,8 +1,7 @@
-"""What a prediction returns on each replica, as one device would return it.
+"""Joins the replicas' predictions as one device would return them.
 
-Keras joins the replicas' outputs along their first axis, which is right for what has a
-value for each row. What has none, such as a temperature, is returned once where all
-replicas have the same; else no number of one device can be made of it.
+Keras joins outputs along their first axis, right for one value per row. Other outputs,
+such as a temperature, are returned once if all replicas have the same value.
 """
 
 from __future__ import annotations
@@ -30,10 +29,8 @@ WIDTHS = (
     "rows by to_tensor(shape=(None, width)). Shapes on the replicas of this host:"
 )
 FOUND = re.compile(r"\[(tfdp: [^\]]*)\]([^\n]*)")
-# Of a hash: those of unlike values are alike in one of so many cases.
+# The range of hashes that are compared instead of values.
 BUCKETS = 2**62
-
-Parts = tuple[Any, ...]
 
 
 def joined_outputs(
@@ -44,27 +41,23 @@ def joined_outputs(
     own_rows_of: Callable[[list[Any]], list[Any]],
     rows_of_all_hosts: Callable[[list[Any]], list[Any]],
 ) -> Any:
-    """`outputs`, so that Keras joins them to what one device returns.
+    """`outputs` such that Keras joins them to what one device returns.
 
     Args:
       outputs: nested per-replica tensors, in cross-replica context.
-      run: that they are of.
-      strategy: whose replicas they are.
-      of_all_hosts: joins vectors.
-      own_rows_of: leaves out what was computed of filling and of borrowed rows.
-      rows_of_all_hosts: joins rows.
+      of_all_hosts, rows_of_all_hosts: join vectors, and rows.
+      own_rows_of: removes padding and dummy rows.
 
     Raises:
-      ConfigurationError: in eager mode: they cannot be joined. In graphs it is the
-        message of an error that `why_not_joined` finds.
+      ConfigurationError: in eager mode, if they cannot be joined. In graphs a check
+        fails at run time, and `why_not_joined` converts its error.
     """
     parts_of = strategy.experimental_local_results
     leaves = tf.nest.flatten(outputs)
-    names = _names_of(outputs)
+    paths = [path for path, _ in keras.tree.flatten_with_path(outputs)]
+    names = [f"the output {'.'.join(map(str, path))}".strip() for path in paths]
 
-    def checked(
-        place: int, values: Sequence[Any], marked: Any, parts: Parts, why: str
-    ) -> Any:
+    def checked(place: int, values: Any, marked: Any, parts: Any, why: str) -> Any:
         marks = of_all_hosts(tf.stack([_mark(one) for one in marked]))
         is_same = tf.reduce_all(tf.equal(marks, marks[0]))
         return _checked(values, is_same, why.format(name=names[place]), parts)
@@ -90,7 +83,7 @@ def joined_outputs(
 
 
 def why_not_joined(error: BaseException) -> ConfigurationError | None:
-    """The error of tfdp that a failed check stands for; None: it is another one."""
+    """The error for a failed check; None: it is another error."""
     found = FOUND.search(str(error))
     if found is None:
         return None
@@ -98,23 +91,22 @@ def why_not_joined(error: BaseException) -> ConfigurationError | None:
     return ConfigurationError(text.replace("\\'", "'"))  # TensorFlow escapes them
 
 
-def _are_dense(parts: Parts) -> bool:
+def _are_dense(parts: Sequence[Any]) -> bool:
     return all(isinstance(part, tf.Tensor) for part in parts)
 
 
-def _are_of_one_size(parts: Parts) -> bool:
+def _are_of_one_size(parts: Sequence[Any]) -> bool:
     known = {tuple(part.shape[1:]) for part in parts}
     return len(known) == 1 and None not in next(iter(known))
 
 
 def _mark(value: tf.Tensor) -> tf.Tensor:
-    """A number that is another one for another value, type or shape."""
     with tf.device("CPU:0"):
         return tf.strings.to_hash_bucket_fast(tf.io.serialize_tensor(value), BUCKETS)
 
 
 def _has_rows(run: ReplicaRun, output: tf.Tensor) -> bool:
-    """Whether the first axis of what the first replica returned may be its rows'."""
+    """Whether the first axis of the first replica's output may be that of its rows."""
     if not output.shape.rank:
         return False
     batch = run.batches.get(trace_of(0), [])
@@ -127,11 +119,10 @@ def _has_rows(run: ReplicaRun, output: tf.Tensor) -> bool:
 
 
 def _checked(
-    values: Sequence[Any], is_same: tf.Tensor, words: str, parts: Parts
+    values: Sequence[Any], is_same: tf.Tensor, words: str, parts: Sequence[Any]
 ) -> list[tf.Tensor]:
-    shapes = tf.strings.join(
-        [tf.strings.format("{}", tf.shape(part)) for part in parts], separator=", "
-    )
+    texts = [tf.strings.format("{}", tf.shape(part)) for part in parts]
+    shapes = tf.strings.join(texts, separator=", ")
     if tf.executing_eagerly():
         if not is_same:
             text = f"{words} {shapes.numpy().decode()}"
@@ -146,53 +137,31 @@ def _checked(
     return checked
 
 
-def _names_of(outputs: Any) -> list[str]:
-    """What to call each output in a message."""
-    paths = [path for path, _ in keras.tree.flatten_with_path(outputs)]
-    return [
-        "the output " + ".".join(map(str, path)) if path else "the output"
-        for path in paths
-    ]
-
-
-# What `strategy.reduce` is given, in shapes that can be added.
-
-
 def parts_of_one_shape(value: Any, replicas: int) -> Any:
-    """`value` with a zero where a Keras loss had no rows to take the mean of.
+    """`value` with zeros instead of losses of no rows, for `strategy.reduce`.
 
-    Keras gives back the losses of no rows as they are, of shape (0,), in the place of
-    their mean, a scalar.
-
-    Args:
-      value: a structure of per-replica values, to be reduced over the replicas only.
-      replicas: how many there are, on all hosts.
+    Keras returns losses of no rows unreduced, with shape (0,), instead of their mean, a
+    scalar. `replicas` is their number on all hosts.
 
     Raises:
-      ConfigurationError: when parts surely have shapes that cannot be added.
+      ConfigurationError: when parts certainly have shapes that cannot be added.
     """
 
     def with_zeros(whole: Any) -> Any:
-        is_dense = isinstance(whole, PerReplica) and all(
-            isinstance(part, tf.Tensor) for part in whole.values
-        )
-        if not is_dense:
+        if not isinstance(whole, PerReplica) or not _are_dense(whole.values):
             return whole
-        shapes = {tuple(part.shape) if part.shape.rank else () for part in whole.values}
-        others_may_be_scalars = len(whole.values) < replicas
+        parts = whole.values
+        shapes = {tuple(part.shape) if part.shape.rank else () for part in parts}
+        others_may_be_scalars = len(parts) < replicas
         if shapes == {(), (0,)} or (shapes == {(0,)} and others_may_be_scalars):
-            return PerReplica(tuple(map(_or_zero, whole.values)))
-        first, *others = [part.shape for part in whole.values]
-        if not all(first.is_compatible_with(other) for other in others):
+            zeros = (tf.zeros([], p.dtype) if p.shape.rank else p for p in parts)
+            return PerReplica(tuple(zeros))
+        if not all(parts[0].shape.is_compatible_with(part.shape) for part in parts):
             raise ConfigurationError(
                 "strategy.reduce adds the replicas' values, and these have the shapes "
-                f"{', '.join(str(part.shape) for part in whole.values)}. For values "
-                "by row pass axis=0; to join them use strategy.gather."
+                f"{', '.join(str(part.shape) for part in parts)}. For values by row "
+                "pass axis=0; to join them use strategy.gather."
             )
         return whole
 
     return tf.nest.map_structure(with_zeros, value)
-
-
-def _or_zero(part: tf.Tensor) -> tf.Tensor:
-    return tf.zeros([], part.dtype) if part.shape.rank else part

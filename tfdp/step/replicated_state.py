@@ -1,16 +1,12 @@
-"""What replicas keep alike, which nobody looks at as long as it is.
+"""The state that replicas keep equal, for checks that they do.
 
-    weights, state of optimizers, averages, moving     alike on all replicas
-      statistics, the scale of the loss, outer
-      weights and momenta (`sync=`)
-    local weights, and their optimizer's state         within those that step together
-    shards                                             held once; with shard_group=
-                                                       "host" once on each host
+Weights, state of optimizers, averages, moving statistics, the scale of the loss and
+outer weights and momenta are equal on all replicas, local weights within a group
+(`sync=`); shards are held once, with shard_group="host" once on each host.
 
-Left out, because each replica has its own on purpose: metrics (variables that are read
-as a sum), accumulators of gradients, states of random generators, whole numbers that a
-layer assigns on each replica, and what compression leaves; and, between two updates of
-an accumulation, what layers store.
+Metrics (variables that are read as a sum), accumulators of gradients, states of random
+generators, integers that a layer assigns on each replica and compression residuals
+differ on purpose, and so do buffers between two updates of an accumulation.
 """
 
 from __future__ import annotations
@@ -34,15 +30,8 @@ from tfdp.variables.mirrored import is_seed_state
 
 @dataclasses.dataclass(frozen=True)
 class ReplicatedState:
-    """A variable of which several replicas hold the same.
-
-    Args:
-      name: says which, to a person.
-      copies: what each replica of this process holds, by its place.
-      kept_with: for each copy a number: copies with the same one are alike, also those
-        of other hosts.
-      spans_hosts: whether every host holds the same copies, in the same order.
-    """
+    """A variable of which several replicas have equal copies: those with equal numbers
+    in `kept_with`; with `spans_hosts` every host has the same ones."""
 
     name: str
     copies: tuple[tf.Variable, ...]
@@ -53,17 +42,14 @@ class ReplicatedState:
 def replicated_state_of(
     model: keras.Model, first_rank: int
 ) -> Iterator[ReplicatedState]:
-    """What the replicas that train `model` keep alike.
-
-    Args:
-      model: made under a strategy of tfdp.
-      first_rank: that of this process's first replica.
-    """
+    """The state of `model` that replicas keep equal; `first_rank` is this process's."""
     strategy = model.distribute_strategy
     optimizers = optimizers_of(model)
-    groups = _groups_of(optimizers, strategy)
     alone = [0] * len(strategy.extended.worker_devices)
-    for group in groups:
+    syncs = [getattr(optimizer, "sync", None) for optimizer in optimizers]
+    across = next((sync.across for sync in syncs if sync is not None), None)
+    everything = (tuple(range(len(alone))),)
+    for group in everything if across is None else groups_across(strategy, across):
         for rank in group:
             alone[rank] = first_rank + group[0]
     is_waiting = any(map(is_between_updates, optimizers))
@@ -82,15 +68,6 @@ def replicated_state_of(
             copies = tuple(state.steps.copies)
             name = f"{optimizer.name}/compression_steps"
             yield ReplicatedState(name, copies, (0,) * len(copies))
-
-
-def _groups_of(optimizers: list[Any], strategy: Any) -> tuple[tuple[int, ...], ...]:
-    """The replicas of this process that step together, group by group."""
-    syncs = [getattr(optimizer, "sync", None) for optimizer in optimizers]
-    across = next((sync.across for sync in syncs if sync is not None), None)
-    if across is not None:
-        return groups_across(strategy, across)
-    return (tuple(range(len(strategy.extended.worker_devices))),)
 
 
 def _name_of(variable: keras.Variable, owner: Any) -> str:
@@ -124,7 +101,6 @@ def _rows_of(
 
 
 def _is_own(name: str, value: Any) -> bool:
-    """Whether each replica has a value of its own."""
     return (
         isinstance(value, SyncOnReadVariable)
         or is_seed_state(value)

@@ -1,7 +1,7 @@
-"""Which weights have gradients that are rows of a table, and how many rows a batch has.
+"""Embedding tables: weights with gradients that are slices (rows), and how many.
 
-Keras' gradient of an `Embedding` is a row for each word of the batch; it is whole where
-the table is small, or is used for more than that layer.
+Keras' gradient of an `Embedding` has a row for each word of the batch; it is dense if
+the table is small, or is used by more than that layer.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.optimizers import Optimizer
 
 from tfdp._private.keras_models import layers_within
 from tfdp._private.names import in_compiled_function
@@ -32,15 +33,8 @@ INDEX_BYTES = 4  # Keras looks words up by int32
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """The table of an `Embedding`.
-
-    Args:
-      variable: its weights; None: they are not held.
-      rows: that it has.
-      row_bytes: of one row with its place.
-      words: that a sample has of it.
-      input_place: which of the model's inputs the words are; None: none, or several.
-    """
+    """The table of an `Embedding`; `row_bytes` includes a row's index, `words` are per
+    sample, `input_place` is the index of the model's only input with the words."""
 
     variable: keras.Variable | None
     rows: int
@@ -50,26 +44,15 @@ class Table:
 
     @property
     def size_bytes(self) -> int:
-        """Of the whole table."""
         return self.rows * (self.row_bytes - INDEX_BYTES)
 
     def sent_bytes(self, samples: int, adds_rows: bool) -> int:
-        """Of the rows that so many samples have at most.
-
-        Args:
-          samples: of a replica's batch.
-          adds_rows: whether each row is sent once, however often its word occurs.
-        """
+        """Bytes of the rows of so many samples; `adds_rows` sums repeated rows."""
         rows = samples * self.words
         return self.row_bytes * (min(rows, self.rows) if adds_rows else rows)
 
     def sent_bytes_of(self, inputs: Sequence[Any], adds_rows: bool) -> int:
-        """Of the rows that this very batch has.
-
-        Args:
-          inputs: one array for each of the model's inputs, of a replica's batch.
-          adds_rows: see `sent_bytes`.
-        """
+        """Bytes of the rows of this very batch, an array for each of the inputs."""
         samples = len(inputs[0]) if len(inputs) else 0
         place = self.input_place
         if not adds_rows or place is None or place >= len(inputs):
@@ -78,11 +61,8 @@ class Table:
 
 
 def tables_of(network: keras.Model) -> list[Table]:
-    """The tables of a built model whose gradients are rows.
-
-    A table that a model written by hand looks things up in by itself is not found, nor
-    one whose number of words in a sample is not known: those count as whole.
-    """
+    """The tables of a built model with gradients that are rows. Those that a model
+    looks up by hand, or with an unknown number of words per sample, count as dense."""
     given = [id(tensor) for tensor in getattr(network, "inputs", None) or ()]
     trained = {id(variable) for variable in network.trainable_variables}
     found = []
@@ -94,14 +74,9 @@ def tables_of(network: keras.Model) -> list[Table]:
         if id(variable) not in trained or words is None:
             continue
         rows, width = variable.shape
-        item_bytes = np.dtype("float32").itemsize
-        table = Table(
-            variable,
-            rows,
-            width * item_bytes + INDEX_BYTES,
-            words,
-            given.index(id(layer.input)) if id(layer.input) in given else None,
-        )
+        row_bytes = width * np.dtype("float32").itemsize + INDEX_BYTES
+        place = given.index(id(layer.input)) if id(layer.input) in given else None
+        table = Table(variable, rows, row_bytes, words, place)
         if table.size_bytes > SMALL_TABLE_BYTES:
             found.append(table)
     return found
@@ -115,33 +90,22 @@ def _words_of(layer: keras.layers.Embedding) -> int | None:
     return None if None in shape else math.prod(shape)
 
 
-# Tables whose rows an update changes in place are read where they lie, too.
-#
-# TensorFlow changes single rows of a variable (`ResourceScatter...`: what Keras' `SGD`
-# does with the gradient of an `Embedding`) only while nobody else holds the variable's
-# memory, and has everybody who reads the variable afterwards get a copy of it, for
-# ever: each step would copy the whole table to look some of its rows up. Where that
-# mode is ended behind the update (Keras' `take` reads the variable, then gathers), a
-# reader gets the memory itself; should one still hold it when rows are changed next,
-# TensorFlow copies then.
-#
-# Saves: in each step a copy of the table, in time and in memory.
-
-
 SCATTERS = "ResourceScatter"
 
 
 def read_in_place(ops: Sequence[tf.Operation]) -> None:
-    """Ends, behind `ops`, the copies for who reads tables that they change.
+    """Makes later reads share the memory of tables that `ops` change in place.
 
-    Args:
-      ops: of a step, whose graph is still being built.
+    TensorFlow changes single rows of a variable (`ResourceScatter...`, in Keras' `SGD`)
+    only while its memory has no other reader, and from then on copies the whole table
+    for each reader. Ending that mode after the update saves that copy in each step; a
+    reader that still holds the memory at the next update makes TensorFlow copy then.
     """
     if in_compiled_function():
-        return  # XLA changes no variable in place, and knows no such mode
+        return  # XLA changes no variable in place, and has no such mode
     handles = {id(handle): handle for handle in _scattered(ops, {})}
     for handle in handles.values():
-        # One that was there before the step; what it makes itself may never be there.
+        # Only variables from before the step; one made within may never be initialized.
         if handle.op.type == "Placeholder":
             tf.raw_ops.DisableCopyOnRead(resource=handle)
 
@@ -149,7 +113,7 @@ def read_in_place(ops: Sequence[tf.Operation]) -> None:
 def _scattered(
     ops: Sequence[tf.Operation], known: dict[Any, list[tf.Tensor]]
 ) -> Iterator[tf.Tensor]:
-    """The handles of variables of which `ops` change rows, some of them twice."""
+    """The handles of variables whose rows `ops` change, some of them twice."""
     for op in ops:
         if op.type.startswith(SCATTERS):
             yield op.inputs[0]
@@ -169,24 +133,12 @@ def _scattered_within(
             yield given
 
 
-# Rows of an embedding that occur several times in a batch: whether they may be added.
-#
-# Keras' gradient of a table has one row for each occurrence. An optimizer that is
-# linear in them makes the same update of their sum; one that squares each (Adam, most
-# others), or clips, does not: on one device, too, it squares them one by one.
-#
-# Other gradients have each row once on one device: those of a product with a sparse
-# matrix (`keras.Input(sparse=True)` before `Dense`), and of
-# `tf.nn.embedding_lookup_sparse`. Replicas' rows of one index are parts of that row,
-# and are added for every optimizer.
-
-
-# By their exact types: what a class of somebody else's does is not known.
+# By exact type, because subclasses may do anything.
 LINEAR_IN_ROWS = (keras.optimizers.SGD, keras.optimizers.Lion)
-# What tfdp's say of themselves that add rows before they look at them.
+# Set by tfdp's own optimizers that sum repeated rows first.
 ADDS_ROWS_ITSELF = "adds_repeated_rows"
 CLIPPING = ("clipnorm", "global_clipnorm", "clipvalue")
-# Operations that give each index once: which of their outputs the indices are.
+# Ops that return each index once, and the index of that output.
 GIVE_EACH_ONCE = {
     **dict.fromkeys(("Unique", "UniqueV2"), 0),
     **{f"SparseSegment{kind}GradV2": 1 for kind in ("Mean", "SqrtN", "Sum")},
@@ -194,19 +146,23 @@ GIVE_EACH_ONCE = {
 SAME_OR_FEWER = {"Cast", "Identity", "Reshape", "StridedSlice"}
 
 
-def sums_repeated_rows(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether `optimizer` makes the same update, but for rounding, of added rows.
-
-    It is asked while a step is traced: an option that is changed later is not seen.
-    """
+def sums_repeated_rows(optimizer: Optimizer) -> bool:
+    """Whether `optimizer` makes the same update, but for rounding, of summed rows.
+    Those that square (Adam, most others) or clip rows treat occurrences of a word
+    separately, on one device, too."""
     found = list(_all_within(optimizer))
     if any(getattr(each, name, None) for each in found for name in CLIPPING):
         return False
-    return all(_is_known(each) for each in found if not _within(each))
+    return all(
+        type(each) in LINEAR_IN_ROWS or ADDS_ROWS_ITSELF in vars(type(each))
+        for each in found
+        if not _within(each)
+    )
 
 
 def has_rows_once(gradient: Any) -> bool:
-    """Whether one device's `gradient` has each row once, as the graph tells."""
+    """Whether one device's `gradient` has each row once (products with sparse
+    matrices): then the replicas' rows are to be summed for every optimizer."""
     if not isinstance(gradient, tf.IndexedSlices):
         return False
     tensor = outermost(gradient.indices)
@@ -220,7 +176,7 @@ def has_rows_once(gradient: Any) -> bool:
 
 
 def as_requested(values: Sequence[Any]) -> list[Any]:
-    """What TensorFlow has joined of eager replicas, as `Communication` asks."""
+    """Rows that TensorFlow joined in eager mode, merged as `Communication` says."""
     reducer = getattr(tf.distribute.get_strategy().extended, "reducer", None)
     communication = getattr(reducer, "communication", None)
     if communication is None or communication.repeated_rows != "sum":
@@ -228,23 +184,12 @@ def as_requested(values: Sequence[Any]) -> list[Any]:
     return [merge_rows(v) if isinstance(v, tf.IndexedSlices) else v for v in values]
 
 
-def _is_known(optimizer: keras.optimizers.Optimizer) -> bool:
-    return type(optimizer) in LINEAR_IN_ROWS or ADDS_ROWS_ITSELF in vars(
-        type(optimizer)
-    )
-
-
-def _all_within(
-    optimizer: keras.optimizers.Optimizer,
-) -> Iterator[keras.optimizers.Optimizer]:
+def _all_within(optimizer: Optimizer) -> Iterator[Optimizer]:
     yield optimizer
     for inner in _within(optimizer):
         yield from _all_within(inner)
 
 
-def _within(
-    optimizer: keras.optimizers.Optimizer,
-) -> list[keras.optimizers.Optimizer]:
-    """A loss scaler's, or a group's."""
+def _within(optimizer: Optimizer) -> list[Optimizer]:
     inner = getattr(optimizer, "inner_optimizer", None)
     return [inner] if inner is not None else list(getattr(optimizer, "optimizers", []))

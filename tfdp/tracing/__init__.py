@@ -1,1 +1,1 @@
-"""What is known of a step while its graph is built: the run, its rows, its losses."""
+"""Analysis of a step while its graph is built: the run, its rows, its losses."""

@@ -1,10 +1,8 @@
-"""Whether a tensor has one row for each row of the batch, told from the graph.
+"""Does a tensor have one row for each row of the batch? Answered from its graph.
 
-A replica's mean is shared out by its rows of the batch. That is right for what has the
-rows of the batch, and wrong where a step masks rows out, takes tokens apart, or puts
-real and made-up rows together: there the replicas must tell each other what they
-divided by. All replicas must decide alike, or some would wait for the others; hence the
-graph is asked, which is the same on each, and never the shapes, which are not.
+A replica's mean is weighted by its rows of the batch. Where a step masks rows out, or
+splits tokens, replicas exchange what they divided by instead. All must decide the same,
+or they deadlock: so this reads the graph, and never the shapes, which may differ.
 """
 
 from __future__ import annotations
@@ -17,8 +15,7 @@ import tensorflow as tf
 
 from tfdp._private.names import graphs_inside, in_compiled_function, is_loop_graph
 from tfdp.errors import ConfigurationError
-from tfdp.tracing.loss_shares import key_of
-from tfdp.tracing.replica_invariance import outermost
+from tfdp.tracing.replica_invariance import key_of, outermost
 from tfdp.tracing.run import ReplicaRun, trace_of
 
 # A loss is a few operations away from its labels; give up beyond that.
@@ -45,13 +42,13 @@ FIRST_INPUT_OF_MODELS = {
 }
 
 
-def goes_with_rows(run: ReplicaRun, rank: Any, values: tf.Tensor) -> bool:
-    """Whether there are as many `values` as rows of the batch, times a constant.
+def has_entry_per_row(run: ReplicaRun, rank: Any, values: tf.Tensor) -> bool:
+    """Whether `values` has one entry per row of the batch, times a constant.
 
-    All replicas answer alike: where it is not so, they tell each other how many.
+    All replicas return the same; if False, they exchange the numbers of values.
 
     Raises:
-      ConfigurationError: when it is not so, and they cannot.
+      ConfigurationError: when it is False and they cannot exchange them.
     """
     if not isinstance(rank, int) or in_compiled_function():
         return True  # one program of fixed shapes for all replicas
@@ -65,19 +62,17 @@ def goes_with_rows(run: ReplicaRun, rank: Any, values: tf.Tensor) -> bool:
         if any(map(is_loop_graph, graphs_inside(run_graph))):
             run.suspicions.add(
                 "within a tf.while_loop a Keras loss was weighted by the rows of the "
-                "batch, because replicas cannot tell each other there how many losses "
-                "they took a mean of. Take such losses outside of the loop, or bring "
+                "batch, because there replicas cannot exchange the number of losses "
+                "they took a mean of. Take such losses outside of the loop, or scale "
                 "them to their share with tfdp.losses.local_sum"
             )
             return True
     if run.counts is None and run.has_tensors:
         return True  # every replica was given the same
-    some_are_empty = run.counts is not None and 0 in [
-        n for n in run.counts if isinstance(n, int)
-    ]
+    some_are_empty = any(isinstance(n, int) and n == 0 for n in run.counts or ())
     may_be_alone = some_are_empty or (eager and run.spans_hosts)
-    if values.shape.rank == 1 and may_be_alone and not run.lends_rows:
-        # Keras asks nothing on a replica that has no row: nobody can wait for it.
+    if values.shape.rank == 1 and may_be_alone and not run.adds_dummy_rows:
+        # Keras skips the loss of a replica without rows: an exchange would hang.
         if values.shape[0] == run.count_of(rank):
             return True
         raise ConfigurationError(
@@ -93,16 +88,8 @@ def goes_with_rows(run: ReplicaRun, rank: Any, values: tf.Tensor) -> bool:
 def has_rows_of(
     value: tf.Tensor, batch: Iterable[tf.Tensor], *, deeply: bool = False
 ) -> bool:
-    """Whether the first axis of `value` is surely that of a tensor of `batch`.
-
-    Args:
-      value: a tensor of the graph being built, of one axis or more.
-      batch: what the replica was given.
-      deeply: through what a model does, too, and not only what a loss does.
-
-    Returns:
-      False also when it cannot be told.
-    """
+    """Whether the first axis of `value`, of rank 1 or more, is certainly that of a
+    tensor of `batch`; `deeply` also follows ops of models, not only those of losses."""
     batch = list(batch)
     keys = {key_of(tensor) for tensor in batch}
     known = next((tensor.shape[0] for tensor in batch if tensor.shape.rank), None)
@@ -122,20 +109,14 @@ def has_rows_of(
 
 
 def _of_same_rows(tensor: tf.Tensor) -> list[tf.Tensor]:
-    """The inputs whose first axis is that of `tensor`."""
     op, inputs = tensor.op, list(tensor.op.inputs)
     if op.type in ELEMENTWISE:
-        # Others are stretched to the rows; where there is one row, nothing tells, and
-        # what is stretched elsewhere does not lead to the batch here either.
-        rank = tensor.shape.rank
-        is_one_row = tensor.shape[0] == 1
-        return [
-            t
-            for t in inputs
-            if t.shape.rank == rank and (is_one_row or t.shape[0] != 1)
-        ]
+        # Other inputs are broadcast to the rows. With a single row shapes say nothing;
+        # then an input that is broadcast elsewhere does not reach the batch either.
+        same = [one for one in inputs if one.shape.rank == tensor.shape.rank]
+        return [one for one in same if tensor.shape[0] == 1 or one.shape[0] != 1]
     if op.type in CROSSENTROPIES:
-        return inputs[::-1]  # the labels are nearer to the batch
+        return inputs[::-1]  # labels first: they are nearer to the batch
     if op.type in FIRST_INPUT:
         return inputs[:1]
     rule = RULES.get(op.type)
@@ -143,22 +124,18 @@ def _of_same_rows(tensor: tf.Tensor) -> list[tf.Tensor]:
 
 
 def _of_same_rows_in_models(tensor: tf.Tensor, rows: int | None) -> list[tf.Tensor]:
-    """The inputs along whose first axis that of `tensor` runs, row by row.
-
-    Args:
-      rows: how many the batch has, where that is known.
-    """
+    """The same for ops of models, given the static number of `rows` of the batch."""
     op, inputs = tensor.op, list(tensor.op.inputs)
     if op.type in FIRST_INPUT_OF_MODELS and tensor.value_index == 0:
         return inputs[:1]
-    if op.type == "Reshape":  # rows flattened, or with their tokens one axis
+    if op.type == "Reshape":  # rows flattened, or rows and tokens in one axis
         before, after = inputs[0].shape, tensor.shape
         if not before.rank or not after.rank:
             return []
         if before[0] is None or after[0] is None:
             return inputs[:1] if before[0] == after[0] else []
         return inputs[:1] if rows and after[0] % rows == 0 and after[0] else []
-    if op.type == "ConcatV2":  # two views of each row, one behind the other
+    if op.type == "ConcatV2":  # two views of each row, concatenated
         return inputs[:-1] if tf.get_static_value(inputs[-1]) == 0 else []
     if op.type == "Split":
         return inputs[1:]
@@ -174,17 +151,15 @@ def _reduction(op: tf.Operation, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
 
 
 def reduced_axes(inputs: list[tf.Tensor]) -> set[int] | None:
-    """The axes over which an operation with these inputs reduces; None: not known."""
+    """The axes that an op with these inputs reduces; None: not static."""
     axes, rank = tf.get_static_value(inputs[1]), inputs[0].shape.rank
     if axes is None or rank is None:
         return None
     return {int(axis) % rank for axis in axes.reshape(-1)} if rank else set()
 
 
-def _axis_in(op: tf.Operation, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
-    """ExpandDims: the axis is an input."""
-    axis = tf.get_static_value(inputs[1])
-    rank = inputs[0].shape.rank
+def _expand(op: tf.Operation, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
+    axis, rank = tf.get_static_value(inputs[1]), inputs[0].shape.rank
     is_behind = axis is not None and rank and int(axis) % (rank + 1) != 0
     return inputs[:1] if is_behind else []
 
@@ -194,14 +169,6 @@ def _squeeze(op: tf.Operation, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
     if not axes or rank is None or 0 in {axis % rank for axis in axes}:
         return []
     return inputs[:1]
-
-
-def _one_hot(op: tf.Operation, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
-    return inputs[:1] if op.get_attr("axis") != 0 else []
-
-
-def _mat_mul(op: tf.Operation, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
-    return [] if op.get_attr("transpose_a") else inputs[:1]
 
 
 def _transpose(op: tf.Operation, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -215,12 +182,7 @@ def _concat(op: tf.Operation, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
     return inputs[:-1] if is_behind else []
 
 
-def _stack(op: tf.Operation, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
-    return inputs if op.get_attr("axis") != 0 else []
-
-
 def _gather(op: tf.Operation, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
-    """Of rows chosen by number there are as many as numbers."""
     axis = tf.get_static_value(inputs[2])
     if axis is None or op.get_attr("batch_dims"):
         return []
@@ -228,18 +190,16 @@ def _gather(op: tf.Operation, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
 
 
 def _slice(op: tf.Operation, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
-    """`x[:, ...]`: the whole first axis."""
-    masks = [op.get_attr(f"{name}_mask") for name in ("begin", "end")]
-    others = [
-        op.get_attr(f"{name}_mask") for name in ("ellipsis", "new_axis", "shrink_axis")
-    ]
+    """Only `x[:, ...]` keeps the first axis."""
     strides = tf.get_static_value(inputs[3])
-    is_whole = all(mask & 1 for mask in masks) and not any(m & 1 for m in others)
-    return inputs[:1] if is_whole and strides is not None and strides[0] == 1 else []
+    masks = op.get_attr("begin_mask") & op.get_attr("end_mask")
+    for name in ("ellipsis_mask", "new_axis_mask", "shrink_axis_mask"):
+        masks &= ~op.get_attr(name)
+    is_whole = masks & 1 and strides is not None and strides[0] == 1
+    return inputs[:1] if is_whole else []
 
 
 def _reshape(op: tf.Operation, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
-    """To the shape, or the rows, of another tensor."""
     shape = inputs[1]
     if shape.op.type == "Pack":  # (rows, ...)
         length = shape.op.inputs[0]
@@ -255,11 +215,11 @@ def _reshape(op: tf.Operation, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
 RULES: dict[str, Callable[[tf.Operation, list[tf.Tensor]], list[tf.Tensor]]] = {
     **dict.fromkeys(REDUCTIONS, _reduction),
     "ConcatV2": _concat,
-    "ExpandDims": _axis_in,
+    "ExpandDims": _expand,
     "GatherV2": _gather,
-    "MatMul": _mat_mul,
-    "OneHot": _one_hot,
-    "Pack": _stack,
+    "MatMul": lambda op, inputs: [] if op.get_attr("transpose_a") else inputs[:1],
+    "OneHot": lambda op, inputs: inputs[:1] if op.get_attr("axis") != 0 else [],
+    "Pack": lambda op, inputs: inputs if op.get_attr("axis") != 0 else [],
     "Reshape": _reshape,
     "ResourceGather": lambda op, inputs: inputs[1:],
     "Squeeze": _squeeze,

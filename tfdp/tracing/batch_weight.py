@@ -1,8 +1,7 @@
-"""What a global batch weighs beside others, of an accumulation or of other groups.
+"""The weight of a global batch in an accumulation, or against other groups' batches.
 
-A gradient is a sum over all losses of a model, and has one weight. Where these are
-means over unlike numbers, such as rows and unmasked entries, none is right for all.
-Sums have none: those of all batches are added.
+A gradient sums over all losses of a model and has one weight. If losses are means over
+different numbers (rows, unmasked entries), no weight is right for all of them.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from tfdp.tracing.run import ReplicaRun, trace_of
 
 
 class Kind(enum.Enum):
-    """In the place of what a loss was divided by."""
+    """Instead of the mask or weights that a loss was divided by."""
 
     SUM = "a sum over the rows"
     PENALTY = "a number that has nothing to do with rows"
     COUNTED = "the number of values that are not one for each row"
 
 
-# What has the numbers of its first input, as far as a mask goes.
+# Ops that keep the values of their first input, as far as masks are concerned.
 SAME = {"All", "Cast", "EnsureShape", "ExpandDims", "Identity", "Reshape", "Squeeze"}
 JOINED = {"ConcatV2", "LogicalAnd", "LogicalOr", "Pack"}
 COMPARED = {"Equal", "Greater", "GreaterEqual", "Less", "LessEqual", "NotEqual"}
@@ -33,32 +32,26 @@ _ADDED_UP = (
     "batches are added up to one update (accumulate_steps, or sync with start_step): "
 )
 _UNLIKE = (
-    "losses are means over unlike numbers (rows; the entries that a mask "
+    "losses are means over different numbers (rows; the entries that a mask "
     f"leaves; weights), and {_ADDED_UP}each has one weight for all "
-    "of its losses, the mean of these numbers. Where they are not in the same "
+    "of its losses, the mean of these numbers. Unless they are in the same "
     "proportion in all batches, the update is not that of one large batch. "
-    "It is where all losses are means over rows: masked entries as weights, "
+    "Use means over rows for all losses: masked entries as weights, "
     "sample_weight=mask, with the losses' own reduction"
 )
 _BESIDE_SUM = (
     "a loss is a sum over rows (reduction='sum') and another one, or a penalty such as "
     f"a kernel_regularizer, is not, and {_ADDED_UP}the sums of one large batch are "
     "those of its parts, a mean or a penalty is not, so that the update is not that "
-    "of one large batch. It is where all losses are means over rows"
+    "of one large batch. Use means over rows for all losses"
 )
-# Of a mask that layers have handed on; then it is taken for another one.
+# The depth of a mask that layers have passed on; deeper ones count as different.
 MOST_OPS = 24
 
 
 class Denominator(NamedTuple):
-    """What the mean of one loss over the global batch was divided by.
-
-    Args:
-      total: a float scalar; None: the number of rows.
-      of: the mask or the weights that it counts, losses that share it divide alike; or
-        a `Kind`.
-      values: those that were `COUNTED`.
-    """
+    """What the mean of one loss was divided by: `total`, None for the number of rows.
+    `of` is the mask or weights that it counts, by identity, or a `Kind`."""
 
     total: tf.Tensor | None
     of: Any = None
@@ -66,20 +59,17 @@ class Denominator(NamedTuple):
 
 
 def note_denominator(run: ReplicaRun, rank: Any, denominator: Denominator) -> None:
-    """Notes it for the next optimizer that adds up batches, where a tape records."""
-    if is_recording():  # else it is only looked at, and has no gradient
+    """Records it for the next optimizer that accumulates, while a tape records."""
+    if is_recording():  # else the loss is only evaluated
         run.denominators.setdefault(trace_of(rank), []).append(denominator)
 
 
 def batch_weight(run: ReplicaRun, rank: Any) -> tf.Tensor | None:
-    """What the losses of the global batch were divided by, in the mean over them.
+    """The divisor of the global batch's losses since the last call (or of all losses,
+    if there are none): the batch's weight. None: they are sums.
 
-    The unmasked entries or weights where they are means over those, else the samples; 1
-    where nothing is known. Losses that divide apart are told of in a warning. Of the
-    losses that were taken since the last optimizer asked; all, where there are none.
-
-    Returns:
-      The number; None: by nothing, the losses are sums.
+    Unmasked entries, or weights, for means over those; else samples; 1 if unknown.
+    Losses with different divisors cause a warning.
     """
     trace = trace_of(rank)
     noted: list[Denominator] = run.denominators.get(trace, [])
@@ -92,12 +82,12 @@ def batch_weight(run: ReplicaRun, rank: Any) -> tf.Tensor | None:
             run.suspicions.add(_BESIDE_SUM)
         if not means:
             return None
-    made_of = _DependsOn()
-    if len({made_of(each.of) for each in means}) > 1:
+    number_of = _MaskNumbers()
+    if len({number_of(each.of) for each in means}) > 1:
         run.suspicions.add(_UNLIKE)
     totals = [each.total for each in means if each.total is not None]
     if not all(map(_is_near, totals)):
-        totals = []  # of a function that the step has called
+        totals = []  # tensors of a function that the step has called
     has_rows = len(totals) < len(means) or not means
     if has_rows and run.total_of(rank) is not None:
         totals.append(run.total_in_group(rank))
@@ -107,8 +97,7 @@ def batch_weight(run: ReplicaRun, rank: Any) -> tf.Tensor | None:
 
 
 def _made_out(noted: Denominator, run: ReplicaRun, rank: Any) -> Denominator:
-    """Values that are of no row, such as those of a GAN's noise, are taken to be as
-    many as rows."""
+    """Values that depend on no row, such as a GAN's noise, count as rows."""
     if noted.of is not Kind.COUNTED:
         return noted
     is_eager = isinstance(noted.values, tf.__internal__.EagerTensor)
@@ -117,18 +106,14 @@ def _made_out(noted: Denominator, run: ReplicaRun, rank: Any) -> Denominator:
 
 
 def _is_near(tensor: tf.Tensor) -> bool:
-    """Whether the graph that is being built can use `tensor`."""
+    """Whether the graph being built can use `tensor`."""
     if isinstance(tensor, tf.__internal__.EagerTensor):
         return True
     return any(tensor.graph is graph for graph in graphs_inside(None))
 
 
-class _DependsOn:
-    """What masks, or weights, are made of: a number, alike where they are alike.
-
-    Each layer asks the one before for its mask, which is then computed once more, and
-    losses cast it.
-    """
+class _MaskNumbers:
+    """Numbers masks, or weights; equal, recomputed or cast ones get the same number."""
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
@@ -152,7 +137,7 @@ class _DependsOn:
         if op.type in SAME:
             return parts[0]
         if op.type in JOINED:
-            # Layers that merge leave what all of their inputs leave, or any of them.
+            # Merging layers keep the union or the intersection of their inputs' masks.
             parts = parts[:-1] if op.type == "ConcatV2" else parts
             if len(set(parts)) == 1:
                 return parts[0]

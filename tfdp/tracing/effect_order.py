@@ -1,12 +1,10 @@
-"""What replicas do to what they share, in an order in which nobody waits for himself.
+"""Orders side effects on shared resources so that replicas cannot deadlock.
 
-The graphs of replicas are built one after the other, and TensorFlow runs what has side
-effects in the order in which it was built: all that one replica prints, checks, asks of
-Python (`tf.py_function`) or does to a table before all that the next one does. Where
-one does so behind an exchange, and the next before it, the two would wait for each
-other. So here it runs by how many exchanges a replica's program has before it; of those
-alike, in the order in which it was built. Replicas that stop at each exchange until the
-others are there, as those of `tf.distribute.MirroredStrategy` do, have the same order.
+TensorFlow runs side effects in the order of building, and builds replicas one after the
+other: all that one replica prints, checks, calls in Python (`tf.py_function`) or does
+to a table runs before the next replica's. If one does so after an exchange and the next
+one before it, they deadlock. So side effects run in the order of how many exchanges
+precede them in a replica's program, as under `tf.distribute.MirroredStrategy`.
 """
 
 from __future__ import annotations
@@ -38,13 +36,22 @@ from tfdp.tracing.loss_shares import ancestors
 from tfdp.tracing.replica_invariance import is_exchanged, outermost
 from tfdp.tracing.run import ReplicaRun
 
-#: By the handle of a resource, as a reference: what is done to it. None: what has
-#: effects and touches none.
+Ops: TypeAlias = Sequence[tf.Operation]
+#: The replica of each operation.
+Replicas: TypeAlias = Mapping[tf.Operation, int]
+#: Ops by the handle (as a reference) of the resource they touch; None: ops with
+#: side effects that touch no resource.
 Groups: TypeAlias = dict[Any, list[tf.Operation]]
+#: An operation, and one that runs after it.
+Edge: TypeAlias = tuple[tf.Operation, tf.Operation]
+# The names of what an operation sends to exchanges, and of what it waits for.
+Names: TypeAlias = tuple[set[Any], set[Any]]
+#: By operation: the same, each name with the number of its earlier uses in the replica.
+Collectives: TypeAlias = dict[tf.Operation, Names]
 
 
 class ReplicaEffects:
-    """Sees replicas being built in a graph, and puts in order what they do."""
+    """Records replicas while a graph is built, and orders their side effects."""
 
     def __init__(self) -> None:
         self._is_needed = not tf.executing_eagerly() and is_ordered_here()
@@ -52,58 +59,61 @@ class ReplicaEffects:
         self._places = ReplicaPlaces()
 
     def seen(self, replica: Callable) -> Callable:
-        """`replica`, what each of them runs, whose operations are told apart."""
+        """Wraps `replica`, so that its operations are attributed to it."""
         return self._places.seen(replica) if self._is_needed else replica
 
     def put_in_order(self) -> Groups:
-        """When all replicas are built: lets nobody wait for himself.
-
-        Returns:
-          What several replicas do to resources of which there is but one.
+        """Orders side effects when all replicas are built; returns ops from several
+        replicas that touch a single shared resource.
 
         Raises:
-          CollectiveError: when there is no such order, since a function meets other
-            replicas and does more to what they share.
+          CollectiveError: when there is no such order, because a function takes part in
+            exchanges and touches more shared resources.
         """
         if self._places.replicas < 2:
             return {}
         ops = operations()[self._first :]
         replica_of = self._places.of(ops, self._first)
         shared = _shared(ops, replica_of)
-        meetings = collectives_of(ops, replica_of) if shared else {}
-        if meetings:
-            self._order(ops, shared, meetings, replica_of)
+        collectives = collectives_of(ops, replica_of) if shared else {}
+        if collectives:
+            self._order(ops, shared, collectives, replica_of)
         return {handle: group for handle, group in shared.items() if handle is not None}
 
     def _order(
-        self,
-        ops: list[tf.Operation],
-        shared: Groups,
-        meetings: dict[tf.Operation, Collective],
-        replica_of: dict[tf.Operation, int],
+        self, ops: Ops, shared: Groups, collectives: Collectives, replica_of: Replicas
     ) -> None:
-        # What meets others on its way does so behind its beginning: TensorFlow's order
-        # stays, and is good or not.
+        # Ops that take part in exchanges themselves keep TensorFlow's order.
         ours = {
             handle: group
             for handle, group in shared.items()
-            if not any(op in meetings for op in group)
+            if not any(op in collectives for op in group)
         }
         moved = dict.fromkeys(op for group in ours.values() for op in group)
         of_others = list(_edges_of_tensorflow(operations(), ours))
-        ordered = _by_programs(ops, ours, meetings, replica_of)
-        levels = levels_of(ops, meetings, [*of_others, *_chains(ordered)])
+        ordered = _by_programs(ops, ours, collectives, replica_of)
+        chains = itertools.chain.from_iterable(
+            itertools.pairwise(group) for group in ordered.values()
+        )
+        levels = levels_of(ops, collectives, [*of_others, *chains])
         if any(op not in levels for op in moved):
-            # Replicas build exchanges in different orders: what the graph says is left.
+            # Replicas build exchanges in different orders: use the graph's edges alone.
             in_replicas = _edges_in_replicas(ours, replica_of)
-            levels = levels_of(ops, meetings, [*of_others, *in_replicas])
+            levels = levels_of(ops, collectives, [*of_others, *in_replicas])
             ordered = {
                 handle: sorted(group, key=lambda op: levels.get(op, 0))
                 for handle, group in ours.items()
             }
         stuck = [op for group in shared.values() for op in group if op not in levels]
         if stuck:
-            raise CollectiveError(_message(stuck))
+            raise CollectiveError(
+                "Replicas of this step use a single shared resource (a variable or a "
+                "table that was not made in strategy.scope(), or Python) in functions "
+                "or conditionals that also exchange values with other replicas: "
+                f"{', '.join(op.name for op in stuck)}. They would deadlock. Make a "
+                "variable in strategy.scope(), so that each replica has its own, or do "
+                "it in the step itself."
+            )
         alone = unordered()
         built_before = operations()[: self._first]
         earlier = _done_to(op for op in built_before if op not in alone)
@@ -124,59 +134,41 @@ class ReplicaEffects:
                 _leave_behind(last, handle)
 
 
-def _shared(ops: Sequence[tf.Operation], replica_of: dict[tf.Operation, int]) -> Groups:
-    """What several replicas do to what they share, and not only read."""
+def _shared(ops: Ops, replica_of: Replicas) -> Groups:
+    """Side effects of several replicas on shared resources, reads alone left out."""
     alone = unordered()
     groups = _done_to(op for op in ops if has_effects(op) and op not in alone)
     return {
         handle: group
         for handle, group in groups.items()
         if len({replica_of[op] for op in group}) > 1
-        and any(_changes(op, handle) for op in group)
-        and not _is_of_a_replica(handle)
+        and (handle is None or _is_shared(handle, group))
     }
 
 
-def _changes(op: tf.Operation, handle: Any) -> bool:
-    _, writes = touched_by(op)
-    return handle is None or any(one.ref() == handle for one in writes)
-
-
-def _is_of_a_replica(handle: Any) -> bool:
-    """Whether it is a replica's own copy, such as a slot that the step has made: all
-    copies get their first values by one who makes them for all."""
-    found = None if handle is None else outermost(handle.deref())
-    return found is not None and is_of_whole(found)
+def _is_shared(handle: Any, group: Ops) -> bool:
+    if not any(handle == one.ref() for op in group for one in touched_by(op)[1]):
+        return False  # only read
+    # Not a copy such as a slot made in the step: one replica initializes all copies.
+    found = outermost(handle.deref())
+    return found is None or not is_of_whole(found)
 
 
 def _by_programs(
-    ops: Sequence[tf.Operation],
-    groups: Groups,
-    meetings: dict[tf.Operation, Collective],
-    replica_of: dict[tf.Operation, int],
+    ops: Ops, groups: Groups, collectives: Collectives, replica_of: Replicas
 ) -> Groups:
-    """As replicas do that stop at each exchange until all others are there."""
+    """Sorts each group by the number of exchanges before an op in its program."""
     seen: dict[int, set[Any]] = collections.defaultdict(set)
     behind = {}
     for op in ops:
-        if op in meetings:
-            seen[replica_of[op]] |= exchanges_of(meetings[op])
+        if op in collectives:
+            seen[replica_of[op]] |= exchange_names(collectives[op])
         behind[op] = len(seen[replica_of[op]])
-    return {
-        handle: sorted(group, key=behind.__getitem__)
-        for handle, group in groups.items()
-    }
+    return {of: sorted(group, key=behind.__getitem__) for of, group in groups.items()}
 
 
-def _chains(groups: Groups) -> Iterator[Edge]:
-    for group in groups.values():
-        yield from itertools.pairwise(group)
-
-
-def _edges_in_replicas(
-    groups: Groups, replica_of: dict[tf.Operation, int]
-) -> Iterator[Edge]:
-    """The order of each replica's program, for each thing that is done to."""
+def _edges_in_replicas(groups: Groups, replica_of: Replicas) -> Iterator[Edge]:
+    """The order of each replica's program, for each resource."""
     for group in groups.values():
         last: dict[int, tf.Operation] = {}
         for op in group:
@@ -186,10 +178,8 @@ def _edges_in_replicas(
             last[replica_of[op]] = op
 
 
-def _edges_of_tensorflow(
-    ops: Sequence[tf.Operation], but: Collection[Any]
-) -> Iterator[Edge]:
-    """What TensorFlow will have wait for what, except for what is done to `but`."""
+def _edges_of_tensorflow(ops: Ops, but: Collection[Any]) -> Iterator[Edge]:
+    """TensorFlow's automatic dependencies, except those of the resources `but`."""
     writer: dict[Any, tf.Operation] = {}
     readers = collections.defaultdict(list)
     alone = unordered()
@@ -208,8 +198,7 @@ def _edges_of_tensorflow(
 
 
 def _done_to(ops: Iterable[tf.Operation]) -> Groups:
-    """`ops` by what they are done to; what has no effects and touches nothing is left
-    out."""
+    """`ops` by the resources they touch."""
     found: Groups = collections.defaultdict(list)
     for op in ops:
         reads, writes = touched_by(op)
@@ -219,8 +208,8 @@ def _done_to(ops: Iterable[tf.Operation]) -> Groups:
     return found
 
 
-def _leave_behind(last: Sequence[tf.Operation], handle: Any) -> None:
-    """Lets TensorFlow order what is built later in the graph behind `last`."""
+def _leave_behind(last: Ops, handle: Any) -> None:
+    """Makes TensorFlow order ops that are built later after `last`."""
     with tf.control_dependencies(last):
         if handle is None:
             tf.debugging.Assert(True, [""])
@@ -228,43 +217,12 @@ def _leave_behind(last: Sequence[tf.Operation], handle: Any) -> None:
             tf.identity(handle.deref())
 
 
-def _message(stuck: Sequence[tf.Operation]) -> str:
-    return (
-        "Replicas of this step use something of which there is but one (a variable or "
-        "a table that was not made in strategy.scope(), or Python) in functions or "
-        "conditionals that meet the other replicas, too: "
-        f"{', '.join(op.name for op in stuck)}. They would wait for each other for "
-        "ever. Make a variable in strategy.scope(), so that each replica has its own, "
-        "or do it in the step itself."
-    )
+def collectives_of(ops: Ops, replica_of: Replicas) -> Collectives:
+    """Those of `ops`, in the order of building, that take part in exchanges: an op
+    waits for ops of other replicas, which is no edge of the graph.
 
-
-# Where the replicas of a step meet, told from its graph.
-#
-# An operation that takes part in an exchange waits for those of other replicas that do,
-# which is no edge of the graph.
-
-
-#: An operation, and one that runs behind it.
-Edge: TypeAlias = tuple[tf.Operation, tf.Operation]
-# The names of what an operation brings to exchanges, and of what it waits for.
-Names: TypeAlias = tuple[set[Any], set[Any]]
-#: The same, each with how often the replica has had it before.
-Collective: TypeAlias = tuple[set[Any], set[Any]]
-
-
-def collectives_of(
-    ops: Sequence[tf.Operation], replica_of: Mapping[tf.Operation, int]
-) -> dict[tf.Operation, Collective]:
-    """Those of `ops` that take part in exchanges: which they give to and wait for.
-
-    A function that is called, and a conditional, take part in all that is within them.
-    Called twice, it has each name twice: then the first of one replica meets the first
-    of another.
-
-    Args:
-      ops: of a step, in the order of building.
-      replica_of: whose each of them is.
+    A called function or a conditional takes part in all exchanges within it. If it is
+    called twice, the first call of one replica pairs with the first of another.
     """
     known: dict[int, Names] = {}
     times: collections.Counter[Any] = collections.Counter()
@@ -274,14 +232,14 @@ def collectives_of(
         if not any(names):
             continue
         replica = replica_of[op]
-        brings, awaits = (
+        sends, awaits = (
             {(name, times[replica, side, name]) for name in some}
             for side, some in enumerate(names)
         )
         times.update(
             (replica, side, name) for side, some in enumerate(names) for name in some
         )
-        found[op] = brings, awaits
+        found[op] = sends, awaits
     return found
 
 
@@ -290,10 +248,10 @@ def _names_of(op: tf.Operation, known: dict[int, Names]) -> Names:
         name = op.get_attr("tensor_name").decode()
         return ({name}, set()) if op.type == "Send" else (set(), {name})
     if op.type.startswith("Collective") and len(op.inputs) > 3:
-        # A key that is not known is a size; its group's key is of this exchange only.
+        # An unknown key is a size; the group's key belongs to this exchange alone.
         name = tuple(repr(tf.get_static_value(key)) for key in op.inputs[2:4])
         return {name}, {name}
-    brings: set[Any] = set()
+    sends: set[Any] = set()
     awaits: set[Any] = set()
     for graph in graphs_called(op):
         if id(graph) not in known:
@@ -303,45 +261,34 @@ def _names_of(op: tf.Operation, known: dict[int, Names]) -> Names:
                 set().union(*(some for some, _ in inner)),
                 set().union(*(some for _, some in inner)),
             )
-        brings |= known[id(graph)][0]
+        sends |= known[id(graph)][0]
         awaits |= known[id(graph)][1]
-    return brings, awaits
+    return sends, awaits
 
 
-def exchanges_of(meeting: Collective) -> set[Any]:
-    """The exchanges that an operation takes part in: names, alike on all replicas."""
-    # Where replicas hand tensors over one exchange has several names, below its own.
+def exchange_names(sides: Names) -> set[Any]:
+    """The names of the exchanges of an op, equal on all replicas."""
+    # A point-to-point exchange has several names, below its own.
     return {
         (tuple(name.split("/")[:3]) if isinstance(name, str) else name, time)
-        for names in meeting
+        for names in sides
         for name, time in names
     }
 
 
 def levels_of(
-    ops: Sequence[tf.Operation],
-    meetings: dict[tf.Operation, Collective],
-    edges: Collection[Edge],
+    ops: Ops, collectives: Collectives, edges: Collection[Edge]
 ) -> dict[tf.Operation, int]:
-    """How many exchanges lie before each of `ops`, at most, on any way to it.
-
-    Args:
-      ops: of one graph.
-      meetings: see `collectives_of`.
-      edges: which of `ops` run behind which, besides those that the graph has.
-
-    Returns:
-      Without those operations that wait, by way of others, for themselves: they would
-      never run.
-    """
+    """The largest number of exchanges on any path to each of `ops`, of one graph and
+    these edges. Ops that wait for themselves (a cycle) are left out."""
     inside = set(ops)
     behind = collections.defaultdict(list)
     for first, second in edges:
         behind[second].append(first)
-    bringing = collections.defaultdict(list)
-    for op, (brings, _) in meetings.items():
-        for name in brings:
-            bringing[name].append(op)
+    sending = collections.defaultdict(list)
+    for op, (sends, _) in collectives.items():
+        for name in sends:
+            sending[name].append(op)
 
     def begins_after(op: tf.Operation) -> Iterator[Any]:
         given = (tensor.op for tensor in op.inputs)
@@ -351,8 +298,8 @@ def levels_of(
 
     def ends_after(op: tf.Operation) -> Iterator[Any]:
         yield op, "begins"
-        for name in meetings.get(op, ((), ()))[1]:
-            for other in bringing[name]:
+        for name in collectives.get(op, ((), ()))[1]:
+            for other in sending[name]:
                 yield other, "begins"
 
     waits = {(op, "begins"): set(begins_after(op)) for op in ops}
@@ -367,7 +314,7 @@ def levels_of(
     while todo:
         event = todo.pop()
         op, what = event
-        if what == "ends" and op in meetings:
+        if what == "ends" and op in collectives:
             levels[event] += 1
         for after in followers[event]:
             levels[after] = max(levels.get(after, 0), levels[event])
@@ -381,16 +328,13 @@ def levels_of(
     }
 
 
-# Which replica an operation of a step is of, told from when and where it was built.
-
-
 def operations() -> list[tf.Operation]:
-    """All operations of the graph that is being built, in the order of building."""
+    """All operations of the graph being built, in the order of building."""
     return tf.compat.v1.get_default_graph().get_operations()
 
 
 class ReplicaPlaces:
-    """Notes while the replicas of a run are built, one after the other or by turns."""
+    """Attributes operations to replicas by when and where they were built."""
 
     def __init__(self) -> None:
         self._begun: list[int] = []
@@ -398,8 +342,6 @@ class ReplicaPlaces:
         self._scopes: list[str] = []
 
     def seen(self, replica: Callable) -> Callable:
-        """`replica`, what each of them runs, whose operations are told apart."""
-
         @library_code
         @functools.wraps(replica)
         def noted(*args: Any, **kwargs: Any) -> Any:
@@ -413,15 +355,11 @@ class ReplicaPlaces:
 
     @property
     def replicas(self) -> int:
-        """How many have been seen."""
         return len(self._begun)
 
-    def of(self, ops: Sequence[tf.Operation], first: int) -> dict[tf.Operation, int]:
-        """The replica of each of `ops`, the first of which was built as number `first`.
-
-        Those that took turns (`merge_call`) are told by their name scopes, which the
-        first replica shares with what is none's.
-        """
+    def of(self, ops: Ops, first: int) -> Replicas:
+        """The replica of each of `ops`, numbered from `first`. Replicas that took turns
+        (`merge_call`) have name scopes; the first one shares its own with other ops."""
         took_turns = any(map(operator.gt, self._ended, self._begun[1:]))
         if not took_turns:
             return {
@@ -435,40 +373,29 @@ class ReplicaPlaces:
         }
 
 
-# Variables of which there is one for all replicas, and what these make of it.
-#
-# Such a variable was made outside of the strategy's scope. Each replica's program runs
-# on it in turn, where one device would run it once.
-
-
 ADDITIONS = ("AssignAddVariableOp", "AssignSubVariableOp")
 EXTREMES = ("Maximum", "Minimum")
 
 
-def suspect_shared(
-    run: ReplicaRun, shared: Mapping[Any, Sequence[tf.Operation]]
-) -> None:
-    """Notes variables that are not what one device would have made of them.
-
-    Args:
-      run: whose replicas are traced.
-      shared: by the handle of a resource, as a reference, what several replicas do.
-    """
+def suspect_shared(run: ReplicaRun, shared: Mapping[Any, Ops]) -> None:
+    """Warns of variables made outside of the scope, which each replica updates."""
     for handle, group in shared.items():
-        found = [what for op in group if (what := _what_is_wrong(run, op))]
+        found = [what for op in group if (what := _problem_of(run, op))]
         if len(found) < 2:
-            continue  # nothing, or one replica does it for all
-        what = found[0]
+            continue  # nothing, or one replica acts for all
+        # Only the printed form of a handle has the variable's name.
+        printed = str(outermost(handle.deref()))
+        named = re.search(r'name="([^"]*?)(/\d+)?"', printed)
         run.state_suspicions.add(
-            f"the variable {_name_of(handle.deref())!r}, which was not made in "
-            f"strategy.scope(), {what}. Make it in strategy.scope(): then each replica "
-            "has its own, which are brought together"
+            f"the variable {named[1] if named else handle.deref().name!r}, which was "
+            f"not made in strategy.scope(), {found[0]}. Make it in strategy.scope(): "
+            "then each replica has its own, and tfdp combines them"
         )
 
 
-def _what_is_wrong(run: ReplicaRun, op: tf.Operation) -> str | None:
+def _problem_of(run: ReplicaRun, op: tf.Operation) -> str | None:
     if op.type in ADDITIONS:
-        # What replicas add of their rows is that of all rows; a count of steps is not.
+        # The replicas' sums over rows add up correctly; a count of steps does not.
         step = tf.get_static_value(op.inputs[1])
         is_count = step is not None and step.shape == () and abs(step) == 1
         return f"is counted up by each of {run.replicas} replicas" if is_count else None
@@ -476,24 +403,12 @@ def _what_is_wrong(run: ReplicaRun, op: tf.Operation) -> str | None:
         return None
     handle, value = op.inputs
     if value.op.type in EXTREMES:
-        return None  # the same, however often
-    if any(read is handle for read in _read_for(value)):
-        return (
-            f"is assigned to by each of {run.replicas} replicas, by what it was before"
-        )
+        return None  # idempotent
+    if any(
+        one.op.type == "ReadVariableOp" and one.op.inputs[0] is handle
+        for one in ancestors(value, is_behind=is_exchanged)
+    ):
+        return f"is assigned by each of {run.replicas} replicas from its previous value"
     if any(is_of_own_rows(run.batches, trace, value) for trace in run.batches):
-        return "keeps what the last replica makes of its own rows"
+        return "keeps the last replica's value of its own rows"
     return None
-
-
-def _read_for(value: tf.Tensor) -> Iterator[tf.Tensor]:
-    """The handles of the variables that `value` is made of, but by no exchange."""
-    for tensor in ancestors(value, is_behind=is_exchanged):
-        if tensor.op.type == "ReadVariableOp":
-            yield tensor.op.inputs[0]
-
-
-def _name_of(handle: tf.Tensor) -> str:
-    # A handle is all there is of the variable here, and only its words have the name.
-    named = re.search(r'name="([^"]*?)(/\d+)?"', str(outermost(handle)))
-    return named[1] if named else handle.name

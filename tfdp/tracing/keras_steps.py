@@ -1,4 +1,4 @@
-"""What Keras does with a distributed batch: builds a model, runs a step of it."""
+"""Recognizes Keras' steps, and handles the batches and results that it passes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,7 @@ STEPS = ("train_step", "test_step")
 
 
 def representative_batch(batch: Any) -> Any:
-    """The part of the first replica that has samples, in the structure of `batch`.
-
-    Args:
-      batch: nested tuples, lists and dicts of per-replica values; the replicas'
-        parts may differ in length, and be empty.
-    """
+    """The part of the first replica that has samples, in the structure of `batch`."""
     return tf.nest.map_structure(_representative, batch, expand_composites=False)
 
 
@@ -38,32 +33,29 @@ def _rows(part: Any) -> int | None:
 
 
 def name_of_step(fn: Any) -> str:
-    """ "train_step" or "test_step" where a Keras model has `fn` as that; else ""."""
+    """ "train_step" or "test_step" where `fn` is that of a Keras model; else ""."""
     model = getattr(fn, "__self__", None)
     if not isinstance(model, keras.Model):
         return ""
-    # Not by its own name: a class may take a function, or a decorated one, for it.
+    # Not by the function's name: a class may assign any function, or a decorated one.
     steps = {name: python_function_of(getattr(model, name)) for name in STEPS}
     return next((name for name, step in steps.items() if step == fn), "")
 
 
 def is_stock_step(fn: Any) -> bool:
-    """Whether `fn` is a model's step as Keras wrote it."""
+    """Whether `fn` is Keras' own step of a model."""
     name = name_of_step(fn)
     return bool(name) and getattr(fn, "__func__", None) is getattr(keras.Model, name)
 
 
 def is_predict_step(fn: Any) -> bool:
-    """Whether Keras runs `fn` in `predict`, to join the replicas' rows."""
+    """Whether Keras runs `fn` in `predict` and concatenates the replicas' rows."""
     return "make_predict_function" in getattr(fn, "__qualname__", "")
 
 
 def rows_of_first_replica(result: Any) -> Any:
-    """`result` with the rows of replica 0 only.
-
-    `predict_on_batch` gives every replica the whole batch, and would return its rows as
-    often as there are replicas.
-    """
+    """`result` with the rows of replica 0 only; in `predict_on_batch` all have all
+    rows."""
 
     def first_rows(value: Any) -> Any:
         if not isinstance(value, PerReplica):
@@ -74,8 +66,3 @@ def rows_of_first_replica(result: Any) -> Any:
         return PerReplica((first, *(part[:0] for part in others)))
 
     return tf.nest.map_structure(first_rows, result)
-
-
-def is_stock_train_step(step: Any) -> bool:
-    """Whether `step` is `keras.Model.train_step`, bound to a model."""
-    return getattr(step, "__func__", None) is keras.Model.train_step

@@ -1,12 +1,9 @@
-"""Which numbers are a replica's share of the global loss already.
+"""Tracks which numbers are a replica's share of the global loss.
 
-Wherever a replica's loss is brought to its share, it is multiplied by a factor that is
-noted here: n_r / N, D_r / D, or 1 for a sum. A number that is made of such products, by
-linear operations only, is a share: it must not be scaled again, its sum over the
-replicas is the global number, and where it is reported the factor is taken back.
-
-In a graph this is read off the operations; in eager mode a tape records what is made of
-the factors.
+Each scaling of a loss multiplies it by a factor that is recorded here: n_r / N,
+D_r / D, or 1 for a sum. A linear function of such products is a share: it must not be
+scaled again, its sum over the replicas is the global number, and reports take the
+factor back. Graphs show this in their ops; in eager mode a tape records it.
 """
 
 from __future__ import annotations
@@ -27,27 +24,25 @@ from tfdp._private.step_ops import (
     names_called,
     only_called,
 )
-from tfdp.tracing.replica_invariance import is_exchanged, outermost
+from tfdp.tracing.replica_invariance import is_exchanged, key_of, outermost
 
 LINEAR = {
-    *("AddN", "AddV2", "Add", "Cast", "ConcatV2", "EnsureShape", "ExpandDims"),
-    *("Identity", "IdentityN", "Mean", "Neg", "Pack", "Reshape", "Squeeze", "Sub"),
-    *("StopGradient", "Sum"),
+    *("AddN", "AddV2", "Add", "Cast", "ConcatV2", "Identity", "IdentityN", "Neg"),
+    *("Pack", "Squeeze", "StopGradient", "Sub"),
 }
 QUOTIENTS = {"RealDiv", "DivNoNan", "Div"}
-# Their other inputs are axes and shapes.
+# Linear as well; their other inputs are axes and shapes.
 FIRST_INPUT_ONLY = {"EnsureShape", "ExpandDims", "Mean", "Reshape", "Sum"}
-# The name scope of what TensorFlow's tapes build.
+# The name scope of ops that TensorFlow's tapes build.
 GRADIENT_SCOPE = "gradient_tape"
 
 
 class Standing(enum.Enum):
-    """What a number is to the global loss.
+    """How a number relates to the global loss.
 
-    LOCAL: of this replica's rows, or of none. SHARE: this replica's part of a sum over
-    replicas. REPORTED: a share of which the factor was taken back. MIXED: made of
-    shares and of other numbers, or not linear in the shares, or it cannot be told.
-    CONSTANT, of a term: a number other than 0, which moves no weight.
+    LOCAL: depends on this replica's rows, or on none. SHARE: its part of a sum over
+    replicas. REPORTED: a share without its factor. MIXED: both, or not linear
+    in the shares, or unknown. CONSTANT, of a term: a number other than 0.
     """
 
     LOCAL = "local"
@@ -63,15 +58,15 @@ class LossShares:
     def __init__(self) -> None:
         self._factors: dict[Any, tf.Tensor] = {}
         self._reports: dict[Any, tf.Tensor] = {}
-        # Made of no factor: by ways through gradients, and by others only.
+        # Keys that depend on no factor: with and without paths through gradients.
         self._free: dict[bool, set[Any]] = {True: set(), False: set()}
-        # Records what is made of the factors, in eager mode.
+        # Eager mode: records what depends on the factors.
         self._tape: tf.GradientTape | None = None
         self._is_recording = False
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """While this lasts in eager mode, what is made of the factors is recorded."""
+        """Within this, eager mode records what depends on the factors."""
         tape = tf.GradientTape(persistent=True, watch_accessed_variables=False)
         self._tape, self._is_recording = tape, True
         try:
@@ -81,27 +76,25 @@ class LossShares:
             self._is_recording = False
 
     def factor(self, value: Any, dtype: tf.DType) -> tf.Tensor:
-        """`value` as a factor that brings a loss to its share."""
+        """`value` as a factor that scales a loss to its share."""
         return self._note(self._factors, value, dtype)
 
     def report_factor(self, value: Any, dtype: tf.DType) -> tf.Tensor:
-        """`value` as a factor that takes a share back, for a report."""
+        """`value` as a factor that takes a share back for a report."""
         return self._note(self._reports, value, dtype)
 
     def __bool__(self) -> bool:
         return bool(self._factors)
 
     def is_factor(self, tensor: tf.Tensor) -> bool:
-        """Whether a loss is brought to its share by `tensor` itself."""
         return key_of(tensor) in self._factors
 
     def standing_of(self, value: Any) -> Standing:
-        """What `value`, a tensor of the trace, is to the global loss."""
         if not tf.is_tensor(value) or not (self._factors or self._reports):
             return Standing.LOCAL
         if isinstance(value, tf.__internal__.EagerTensor):
             return self._standing_in_eager_mode(value)
-        if self._is_made_of(value, self._reports):
+        if self._is_product_with(value, self._reports):
             return Standing.REPORTED
         kinds = set(self._kinds_of_terms(value)) - {Standing.CONSTANT}
         if not kinds:
@@ -109,14 +102,14 @@ class LossShares:
         return kinds.pop() if len(kinds) == 1 else Standing.MIXED
 
     def has_constant(self, value: tf.Tensor) -> bool:
-        """Whether a term of `value`, a share in a graph, is a number other than 0."""
+        """Whether a term of `value`, a share in a graph, is a nonzero constant."""
         is_eager = isinstance(value, tf.__internal__.EagerTensor)
         return not is_eager and Standing.CONSTANT in self._kinds_of_terms(value)
 
     def _note(
         self, noted: dict[Any, tf.Tensor], value: Any, dtype: tf.DType
     ) -> tf.Tensor:
-        # A tensor of its own: what is multiplied by it is told by it.
+        # A new tensor, so that products with it can be identified.
         tensor = tf.identity(tf.cast(value, dtype))
         noted[key_of(tensor)] = tensor
         if self._is_recording and isinstance(tensor, tf.__internal__.EagerTensor):
@@ -125,7 +118,7 @@ class LossShares:
 
     def _kinds_of_terms(self, value: tf.Tensor) -> Iterator[Standing]:
         todo, seen = [value], set()
-        # Of called functions that are looked into: their arguments, by key.
+        # The arguments of called functions that are followed, by key.
         given: dict[Any, tf.Tensor] = {}
         while todo:
             tensor = outermost(todo.pop(), lambda tensor: key_of(tensor) in given)
@@ -136,14 +129,14 @@ class LossShares:
                 continue
             seen.add(key_of(tensor))
             if is_exchanged(tensor):
-                yield Standing.LOCAL  # a sum over replicas, which is no part of one
+                yield Standing.LOCAL  # a sum over replicas is no share
                 continue
             op, inputs = tensor.op, list(tensor.op.inputs)
             called = only_called(op)
             inner = None if called is None else called.outputs[tensor.value_index]
             if key_of(tensor) in given:
                 todo.append(given[key_of(tensor)])
-            # Once: of another call of the same function the arguments are others.
+            # Only once: another call of the same function has other arguments.
             elif inner is not None and key_of(inner) not in seen:
                 arguments = given_to(called, inputs)
                 given.update(zip(map(key_of, called.inputs), arguments, strict=True))
@@ -151,38 +144,37 @@ class LossShares:
             elif op.type == "Const":
                 if np.any(tf.get_static_value(tensor)):
                     yield Standing.CONSTANT
-            elif op.type in QUOTIENTS and not self._is_made(inputs[1]):
+            elif op.type in QUOTIENTS and not self._depends_on_factor(inputs[1]):
                 todo.append(inputs[0])
             elif op.type == "Mul":
                 if any(map(self.is_factor, inputs)):
                     yield Standing.SHARE
                     continue
-                made = [t for t in inputs if self._is_made(t)]
+                made = [t for t in inputs if self._depends_on_factor(t)]
                 if len(made) == 1:
                     todo += made
                 else:
                     yield Standing.MIXED if made else Standing.LOCAL
-            elif op.type == "SelectV2" and not self._is_made(inputs[0]):
-                todo += inputs[1:]  # 0 on a replica without rows, for one
+            elif op.type == "SelectV2" and not self._depends_on_factor(inputs[0]):
+                todo += inputs[1:]  # such as 0 on a replica without rows
+            elif op.type in FIRST_INPUT_ONLY:
+                todo += inputs[:1]
             elif op.type in LINEAR:
-                todo += _terms_of(tensor)
+                todo += inputs[:-1] if op.type == "ConcatV2" else inputs_of(tensor)
             else:
-                made_of_shares = self._is_made(tensor)
-                yield Standing.MIXED if made_of_shares else Standing.LOCAL
+                stored_from_shares = self._depends_on_factor(tensor)
+                yield Standing.MIXED if stored_from_shares else Standing.LOCAL
 
-    def is_share_made(self, value: tf.Tensor, *, by_gradients: bool = True) -> bool:
-        """Whether any factor stands somewhere in `value`.
+    def depends_on_factor(self, value: tf.Tensor, *, by_gradients: bool = True) -> bool:
+        """Whether `value`, of a graph, depends on any factor.
 
-        Args:
-          value: of a graph.
-          by_gradients: also where `value` is made of rows that were moved by the sign
-            of a loss' gradient (FGSM, PGD). Of a loss that is a share that is the sign
-            of the global loss' gradient, and such rows are no part of a loss. What is
-            made of a gradient otherwise may be another thing on each replica.
+        With `by_gradients` also through rows moved by the sign of a loss' gradient
+        (FGSM, PGD): that of a share's gradient is that of the global loss, and such
+        rows are no part of a loss. Other functions of gradients may differ by replica.
         """
         known_free = self._free[by_gradients]
         graphs = {id(factor.graph) for factor in self._factors.values()}
-        # Of functions that are called: what they were given first, by argument.
+        # The first arguments of called functions, by parameter.
         given: dict[Any, tf.Tensor] = {}
         inside: set[int] = set()
         seen, todo, visited = set(), [value], set()
@@ -208,22 +200,22 @@ class LossShares:
                 todo.append(called.outputs[tensor.value_index])
                 of = zip(map(key_of, called.inputs), arguments, strict=True)
                 for argument, one in of:
-                    # Of another call of the same function the arguments are others.
+                    # Another call of the same function has other arguments.
                     if given.setdefault(argument, one) is not one:
                         todo.append(one)
                 inside.add(id(called))
-            # What such an operation computes is not seen from outside.
+            # The body of such an op cannot be followed.
             elif tensor.op.type in MAY_CALL and _may_hold(tensor.op, graphs):
-                return True  # perhaps
+                return True  # possibly
             else:
-                todo += goes_into(tensor)
+                todo += inputs_of(tensor)
         known_free |= visited
         return False
 
-    def _is_made(self, value: tf.Tensor) -> bool:
-        return self.is_share_made(value, by_gradients=False)
+    def _depends_on_factor(self, value: tf.Tensor) -> bool:
+        return self.depends_on_factor(value, by_gradients=False)
 
-    def _is_made_of(self, value: tf.Tensor, noted: dict[Any, tf.Tensor]) -> bool:
+    def _is_product_with(self, value: tf.Tensor, noted: dict[Any, tf.Tensor]) -> bool:
         """Whether `value` is a product with one of `noted`, perhaps reshaped."""
         tensor = outermost(value)
         while tensor is not None and tensor.op.type in ("Cast", "Identity", "Reshape"):
@@ -245,7 +237,7 @@ class LossShares:
         if not slopes:
             return Standing.LOCAL
         shares = sum(float(f) * float(slope) for f, slope in slopes)
-        # What is linear in the factors and has no other term is the sum of its slopes.
+        # If it is linear in the factors without other terms, it equals the slopes' sum.
         size = sum(abs(float(f) * float(slope)) for f, slope in slopes)
         is_share = not np.isfinite(shares) or abs(shares - float(total)) <= 1e-5 * size
         return Standing.SHARE if is_share else Standing.MIXED
@@ -260,13 +252,13 @@ class LossShares:
 
 
 def _may_hold(op: tf.Operation, graphs: Collection[int]) -> bool:
-    """Whether what `op` calls is, or calls, one of the graphs, named by their ids."""
+    """Whether `op` calls, directly or not, a graph with one of these ids."""
     todo = [op]
     while todo:
         op = todo.pop()
         called = list(graphs_called(op))
         if len(called) < len(list(names_called(op))):
-            return True  # perhaps: one is not known
+            return True  # possibly: one callee is unknown
         for graph in called:
             if id(graph) in graphs:
                 return True
@@ -275,7 +267,7 @@ def _may_hold(op: tf.Operation, graphs: Collection[int]) -> bool:
 
 
 def _is_sign_of_gradient(tensor: tf.Tensor) -> bool:
-    """Whether it is the sign of a gradient by rows."""
+    """Whether it is the sign of a gradient with respect to rows."""
     if tensor.op.type != "Sign":
         return False
     gradient = outermost(tensor.op.inputs[0])
@@ -283,7 +275,7 @@ def _is_sign_of_gradient(tensor: tf.Tensor) -> bool:
         return False
     if GRADIENT_SCOPE not in gradient.op.name.split("/"):
         return False
-    # By a weight it is a part of a sum over the replicas, of the weight's shape.
+    # A gradient with respect to a weight is a partial sum, of the weight's shape.
     shape = gradient.shape
     return not shape.is_fully_defined() or not any(
         op.type == "ReadVariableOp" and op.outputs[0].shape == shape
@@ -291,47 +283,27 @@ def _is_sign_of_gradient(tensor: tf.Tensor) -> bool:
     )
 
 
-def _terms_of(tensor: tf.Tensor) -> Sequence[tf.Tensor]:
-    """What a linear operation adds, or lays together, without its axes and shapes."""
-    op, inputs = tensor.op, goes_into(tensor)
-    if op.type in FIRST_INPUT_ONLY:
-        return inputs[:1]
-    return inputs[:-1] if op.type == "ConcatV2" else inputs
-
-
-def key_of(tensor: tf.Tensor) -> Any:
-    """What tells a tensor from all others of the trace."""
-    if isinstance(tensor, tf.__internal__.EagerTensor):
-        return id(tensor)
-    return id(tensor.graph), tensor.name
-
-
 def ancestors(
     value: tf.Tensor,
-    known: Collection[Any] = (),
     is_found: Callable[[tf.Tensor], bool] = lambda tensor: False,
     is_behind: Callable[[tf.Tensor], bool] = lambda tensor: False,
 ) -> Iterator[tf.Tensor]:
-    """`value` and every tensor that it is made of, the nearest first, but for `known`.
-
-    Arguments of an inner graph end the way unless it captured them, and so does what
-    `is_behind` says.
-    """
+    """`value` and its ancestors, breadth first, up to arguments of an inner graph that
+    are no captures, and without those that `is_behind`."""
     seen, todo = set(), collections.deque([value])
     while todo:
         tensor = outermost(todo.popleft(), is_found)
         if tensor is None or isinstance(tensor, tf.__internal__.EagerTensor):
             continue
-        if key_of(tensor) in seen or key_of(tensor) in known or is_behind(tensor):
-            continue
-        seen.add(key_of(tensor))
-        yield tensor
-        todo.extend(goes_into(tensor))
+        if key_of(tensor) not in seen and not is_behind(tensor):
+            seen.add(key_of(tensor))
+            yield tensor
+            todo.extend(inputs_of(tensor))
 
 
-def goes_into(tensor: tf.Tensor) -> Sequence[tf.Tensor]:
-    """What the operation behind `tensor`, of a graph, makes it of."""
+def inputs_of(tensor: tf.Tensor) -> Sequence[tf.Tensor]:
+    """The inputs of the op that `tensor`, of a graph, depends on."""
     inputs = tensor.op.inputs
-    # Each result is one input as it is: others stand beside it for their gradients.
+    # Each output is one input; the others are there for custom gradients.
     is_passed_on = tensor.op.type == "IdentityN"
     return [inputs[tensor.value_index]] if is_passed_on else inputs

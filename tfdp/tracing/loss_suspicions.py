@@ -1,4 +1,4 @@
-"""Losses that look as if nobody brought them to their share, told from the graph."""
+"""Warns of losses that were probably not scaled to their share of the global one."""
 
 from __future__ import annotations
 
@@ -12,66 +12,57 @@ from tfdp._private.keras_models import given_losses
 from tfdp._private.names import in_compiled_function
 from tfdp.errors import ConfigurationError
 from tfdp.tracing.batch_rows import has_rows_of
-from tfdp.tracing.dependencies import are_of_sums_alone, batch_keys, is_of_own_rows
+from tfdp.tracing.dependencies import are_reduced, batch_keys, is_of_own_rows
 from tfdp.tracing.keras_steps import is_stock_step, name_of_step
-from tfdp.tracing.loss_shares import LossShares, Standing, ancestors, key_of
-from tfdp.tracing.replica_invariance import GATHERED_ROWS, is_named, outermost
+from tfdp.tracing.loss_shares import LossShares, Standing, ancestors
+from tfdp.tracing.replica_invariance import GATHERED_ROWS, graph_tensors, is_named
 from tfdp.tracing.row_means import SELECTS, is_plain_mean, is_sum_over_rows, rows_of
 from tfdp.tracing.run import ReplicaRun, trace_of
 
-# What a mean is followed by on its way to a loss, and is one still, or a term.
+# Ops after which a mean is still a mean, or a term of the loss.
 TERMS = {"AddN", "AddV2", "Cast", "Identity", "Neg", "Reshape", "Squeeze", "Sub"}
 
 
 def is_share(shares: LossShares, loss: Any, caller: str) -> bool:
-    """Whether `loss` is this replica's share of the global loss already.
-
-    Raises:
-      ConfigurationError: when one part of it is and another is not.
-    """
+    """Whether `loss` is this replica's share of the global loss; ConfigurationError if
+    one part of it is and another is not."""
     standing = shares.standing_of(loss)
     if standing is Standing.MIXED:
         raise ConfigurationError(
-            f"{caller} was given a loss of which one part is this replica's share of "
+            f"{caller} was given a loss with one part that is this replica's share of "
             "the global loss already (a Keras loss took its mean, or local_mean or "
             "local_sum was called), and another part is not, or that is not a plain "
-            "sum of such parts. Call tfdp.losses.local_mean(...) on the part that was "
-            "taken by hand alone, and add the Keras loss to its result."
+            "sum of such parts. Call tfdp.losses.local_mean(...) on the other part "
+            "alone, and add the Keras loss to its result."
         )
     return standing is Standing.SHARE
 
 
-def reported_standing(run: ReplicaRun, rank: Any, loss: Any, who: str) -> Standing:
-    """What `loss`, which is reported, is; notes where a part of it is no share.
-
-    Args:
-      run: the strategy's current run.
-      rank: the calling replica.
-      loss: a number.
-      who: was given the loss, or returned it: the beginning of a sentence.
-    """
+def reported_standing(run: ReplicaRun, rank: Any, loss: Any, subject: str) -> Standing:
+    """The `Standing` of a loss that is reported; warns where a part is no share.
+    `subject` starts the warning's sentence, such as "the step returned"."""
     shares = run.shares[trace_of(rank)]
     standing = shares.standing_of(loss)
     if standing is Standing.MIXED:
         run.suspicions.add(
-            f"{who} a loss of which one part is the replica's share of the global loss "
-            "(a Keras loss took its mean) and another part is not, such as a mean that "
-            "was taken by hand, a penalty on weights, or sum(self.losses). If "
-            "gradients are taken of it, that part counts once for each replica: bring "
-            "it to its share with tfdp.losses.local_mean(...), or, where it is a sum "
-            "over rows, say so with tfdp.losses.local_sum(...)"
+            f"{subject} a loss with one part that is the replica's share of the "
+            "global loss (a Keras loss took its mean) and another part that is not, "
+            "such as a mean taken by hand, a penalty on weights, or sum(self.losses). "
+            "If gradients are taken of it, that part counts once for each replica: "
+            "scale it with tfdp.losses.local_mean(...), or, if it is a sum over rows, "
+            "tfdp.losses.local_sum(...)"
         )
     elif standing is Standing.SHARE and shares.has_constant(loss):
         run.suspicions.add(
-            f"{who} a loss to which a constant was added. It moves no weight, but the "
-            "number that is reported holds it once for each replica: bring it to its "
-            "share with tfdp.losses.local_mean(tf.constant(...))"
+            f"{subject} a loss to which a constant was added. It changes no gradient, "
+            "but the reported number contains it once for each replica: scale it with "
+            "tfdp.losses.local_mean(tf.constant(...))"
         )
     return standing
 
 
-def suspect_added_sum(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> None:
-    """Notes a loss for `add_loss` that seems to be a sum over the replica's rows."""
+def warn_about_added_sum(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> None:
+    """Warns of an `add_loss` that seems to be a sum over the replica's rows."""
     if run.group_size == 1 or isinstance(loss, tf.__internal__.EagerTensor):
         return
     rows = rows_of(run, rank)
@@ -83,39 +74,39 @@ def suspect_added_sum(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> None:
         )
 
 
-def suspect_sum_of_all(run: ReplicaRun, rank: Any, losses: tf.Tensor) -> None:
-    """Notes losses of rows, to be added up, that all replicas have alike."""
+def warn_about_sum_of_all(run: ReplicaRun, rank: Any, losses: tf.Tensor) -> None:
+    """Warns of row losses, to be added up, that are equal on all replicas."""
     if run.group_size == 1 or isinstance(losses, tf.__internal__.EagerTensor):
         return
     keys = batch_keys(run.batches, trace_of(rank))
-    if keys and are_of_sums_alone([losses], keys, or_of_gathered=True)[0]:
+    if keys and are_reduced([losses], keys, or_of_gathered=True)[0]:
         run.suspicions.add(
-            "a loss with reduction='sum' or 'none' is made of the rows of all replicas "
+            "a loss with reduction='sum' or 'none' depends on the rows of all replicas "
             "(tfdp.losses.all_rows): each replica has the same values, and each counts "
             "once for each replica. Take those of this replica's rows, "
             "tfdp.losses.own_rows(values, y)"
         )
 
 
-def suspect_gradients(
+def note_local_gradients(
     run: ReplicaRun, rank: Any, gradients: Sequence[Any], optimizer: Any
 ) -> None:
-    """Notes an optimizer that gets gradients of a loss which is no share."""
+    """Records an optimizer that gets gradients of a loss that is no share."""
     trace = trace_of(rank)
     if run.group_size == 1 or not run.batches or trace != min(run.batches):
         return
-    # Of the last one: it is the nearest to the loss.
+    # The last gradient is the nearest to the loss.
     parts = tf.nest.flatten(list(gradients)[-1:], expand_composites=True)
     part = next(iter(parts), None)
     if part is None or isinstance(part, tf.__internal__.EagerTensor):
         return
-    is_share = run.shares[trace].is_share_made(part)
+    is_share = run.shares[trace].depends_on_factor(part)
     if not is_share and is_of_own_rows(run.batches, trace, part):
         run.local_optimizers.add(str(optimizer.name))
 
 
 def is_mean_taken_by_hand(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> bool:
-    """Whether a term of `loss`, of a graph, is a mean over rows, and no share."""
+    """Whether a term of `loss`, of a graph, is an unscaled mean over rows."""
     if loss.shape.rank != 0 or isinstance(loss, tf.__internal__.EagerTensor):
         return False
     return _has_mean(run, rank, loss)
@@ -127,15 +118,8 @@ def are_values_of_rows(
     loss: tf.Tensor,
     shapes_of_weights: Collection[tuple[int, ...]],
 ) -> bool:
-    """Whether what a layer gave `add_loss` are values of the replica's rows.
-
-    Keras adds them up. Otherwise their sum is a number of all rows together, as any
-    other number that a layer gives.
-
-    Args:
-      loss: it has one axis or more.
-      shapes_of_weights: of the model; a penalty on a weight may have its shape.
-    """
+    """Whether a value for `add_loss`, of rank 1 or more, has one entry per row: Keras
+    adds those up. A penalty on a weight may have one of `shapes_of_weights`."""
     batch = run.batches.get(trace_of(rank), [])
     rows = batch[0].shape[0] if batch else None
     length = loss.shape[0] if loss.shape.rank else None
@@ -150,10 +134,10 @@ def are_values_of_rows(
             return has_rows_of(loss, batch, deeply=True)
         run.suspicions.add(
             f"a layer gave add_loss a tensor of shape {tuple(loss.shape)} on a replica "
-            f"of {rows} rows. With run_eagerly=True or jit_compile=True nothing tells "
-            "whether it has several values of each row, and their sum was taken for a "
-            "mean over the rows. Give it one value for each row, or a number: the mean "
-            "over the rows, or tfdp.losses.local_sum(...) of a sum"
+            f"of {rows} rows. With run_eagerly=True or jit_compile=True tfdp cannot "
+            "determine whether it has several values of each row, and took their sum "
+            "for a mean over the rows. Give it one value for each row, or a number: "
+            "the mean over the rows, or tfdp.losses.local_sum(...) of a sum"
         )
         return False
     if not has_graph:
@@ -173,14 +157,8 @@ def are_values_of_rows(
 def _has_mean(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> bool:
     shares = run.shares[trace_of(rank)]
     rows = rows_of(run, rank)
-    todo, seen = [loss], set()
-    while todo:
-        tensor = outermost(todo.pop())
-        if tensor is None or isinstance(tensor, tf.__internal__.EagerTensor):
-            continue
-        if key_of(tensor) in seen:
-            continue
-        seen.add(key_of(tensor))
+    todo = [loss]
+    for tensor in graph_tensors(todo):
         op, inputs = tensor.op, list(tensor.op.inputs)
         if op.type == "Mean":
             if is_plain_mean(tensor, rows):
@@ -190,32 +168,28 @@ def _has_mean(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> bool:
         elif op.type in SELECTS:
             todo += inputs[1:]
         elif op.type == "Mul" and not any(map(shares.is_factor, inputs)):
-            # Times their number, a mean is a sum.
+            # A mean times the number of rows is a sum.
             is_constant = any(tf.get_static_value(one) is not None for one in inputs)
             todo += inputs if is_constant else []
     return False
 
 
 def seems_local(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> bool:
-    """Whether `loss`, no share, is of rows and not seen to be a sum over own ones."""
+    """Whether `loss`, no share, depends on rows and is not a sum over own rows."""
     if loss.shape.rank != 0:
         return False
     if isinstance(loss, tf.__internal__.EagerTensor):
-        return True  # of what it is made cannot be seen
+        return True  # eager values do not show what they depend on
     if run.batches and trace_of(rank) != min(run.batches):
-        return False  # asked of one replica: it goes through the whole model
+        return False  # one replica is enough: the check walks the whole model
     if is_of_own_rows(run.batches, trace_of(rank), loss):
         return not is_sum_over_rows(loss, rows_of(run, rank))
     return any(is_named(one, GATHERED_ROWS) for one in ancestors(loss))
 
 
 def why_loss_seems_local(model: Any, step: Any, run: ReplicaRun) -> str | None:
-    """Why the loss of a training step may be a mean over the local batch only.
-
-    Returns:
-      A clause for a message, or None when the loss was brought to its share, or is a
-      sum, so that adding the replicas' gradients is right.
-    """
+    """Why the loss of a training step may be a mean over the local batch only, a clause
+    for a message; None when it is scaled to its share or is a sum."""
     if run.group_size == 1 or name_of_step(step) != "train_step":
         return None
     if run.scaled_losses:
@@ -226,18 +200,15 @@ def why_loss_seems_local(model: Any, step: Any, run: ReplicaRun) -> str | None:
             "of one loss of its train_step Keras took the mean, and of another one, "
             f"whose gradients go to the optimizer {names}, it did not"
         )
+    own = "its {} is its own and no Keras loss took a mean in it"
     if not is_stock_step(step):
-        if run.added_losses:
-            return None
-        return "its train_step is its own and no Keras loss took a mean in it"
+        return None if run.added_losses else own.format("train_step")
     losses = filter(None, given_losses(model))
     reductions = {getattr(loss, "reduction", "mean") for loss in losses}
     if reductions <= {"sum", "none", None}:
-        if not reductions:  # layers alone give losses, or `compute_loss` makes them
+        if not reductions:  # only layers, or `compute_loss`, produce losses
             is_own = type(model).compute_loss is not keras.Model.compute_loss
-            if is_own and run.local_losses:
-                return "its compute_loss is its own and no Keras loss took a mean in it"
-            return None
+            return own.format("compute_loss") if is_own and run.local_losses else None
         if not run.mean_losses:
             return None  # Keras took none for a number
         return (

@@ -1,11 +1,8 @@
-"""Batches filled up to one size, and what a replica knows of its part of one.
+"""Batches padded to a fixed size, for programs of fixed shapes (XLA).
 
-A program of fixed shapes (XLA) needs batches of fixed size. A short batch is filled up
-with copies of its own rows, and carries one number per row that says which are real:
-
-    +n for a real row of a global batch of n rows,   -n for a row of filling
-
-so that a replica knows the global count without asking the others.
+A short batch is padded with copies of its own rows, and carries one number per row, +n
+for a valid row of a global batch of n rows, -n for a padding row: so each replica has
+the global count without an exchange.
 """
 
 from __future__ import annotations
@@ -19,14 +16,11 @@ from tfdp._private.names import PerReplica
 
 
 class PaddedBatch(NamedTuple):
-    """A batch of fixed size, and +n or -n for each of its rows.
+    """A batch of fixed size, and +n or -n for each of its rows (int32, () for all
+    valid).
 
-    Args:
-      sized: `{"<rows of one replica's part>": batch}`, the batch as Keras takes it.
-        TensorFlow forgets the length of the first axes, where a loop takes several
-        batches or a function has met two sizes; the key is part of the structure,
-        which it keeps.
-      rows: int32, one for each row; () when all are real.
+    `sized` is `{"<rows of one replica's part>": batch}`: TensorFlow forgets static
+    sizes in loops and after retracing, but keeps the key, a part of the structure.
     """
 
     sized: dict[str, Any]
@@ -39,12 +33,11 @@ class PaddedBatch(NamedTuple):
 
     @property
     def batch(self) -> Any:
-        """The batch as Keras takes it."""
         (batch,) = self.sized.values()
         return batch
 
     def set_shapes(self) -> None:
-        """Tells every tensor, in cross-replica context, how many rows it has."""
+        """Sets the static number of rows of every tensor, in cross-replica context."""
         (size,) = map(int, self.sized)
         for value in tf.nest.flatten(self):
             parts = value.values if isinstance(value, PerReplica) else (value,)
@@ -56,13 +49,9 @@ class PaddedBatch(NamedTuple):
 class Padding:
     """One replica's part of a padded batch.
 
-    Args:
-      mask: booleans, shape [rows]: which rows are real.
-      rows: how many there are with the filling.
-      count: n_r, how many are real; float32 scalar.
-      total: N, how many are real on all replicas; float32 scalar.
-      has_user_weights: whether the loss being computed has sample weights besides.
-      loss_is_weighted: whether a loss was taken with the filling left out.
+    Of its `rows`, `count` (n_r) are valid, as `mask` says, and `total` (N) on all
+    replicas. `has_user_weights`: the current loss also has the user's sample weights;
+    `loss_is_weighted`: a loss was computed that excludes the padding.
     """
 
     mask: tf.Tensor
@@ -84,12 +73,12 @@ class Padding:
         )
 
     def weights(self, rank: int, dtype: Any = tf.float32) -> tf.Tensor:
-        """1 for real rows, 0 for filling, of shape [rows, 1, ..., 1] of `rank` axes."""
+        """1 for valid rows, 0 for padding, of shape [rows, 1, ..., 1] of that rank."""
         return tf.reshape(tf.cast(self.mask, dtype), [self.rows] + [1] * (rank - 1))
 
 
 def find_padded(arguments: Any) -> PaddedBatch | None:
-    """The padded batch among nested `arguments`; None: there is none."""
+    """The padded batch among nested `arguments`, or None."""
     if isinstance(arguments, PaddedBatch):
         return arguments
     if isinstance(arguments, dict):
@@ -101,7 +90,7 @@ def find_padded(arguments: Any) -> PaddedBatch | None:
 
 
 def without_padding(arguments: Any) -> Any:
-    """`arguments` with the plain batch in the place of a padded one."""
+    """`arguments` with plain batches instead of padded ones."""
     if isinstance(arguments, PaddedBatch):
         return arguments.batch
     if isinstance(arguments, dict):
@@ -112,12 +101,8 @@ def without_padding(arguments: Any) -> Any:
 
 
 def trim_rows(outputs: Any, rows: Any) -> Any:
-    """The replicas' `outputs` without the rows of filling, in cross-replica context.
-
-    Args:
-      outputs: nested per-replica tensors (plain ones for a single replica).
-      rows: of the `PaddedBatch` that they were computed from.
-    """
+    """The replicas' `outputs` without padding rows, in cross-replica context; `rows` of
+    the `PaddedBatch` that they were computed from."""
 
     def trim(output: Any) -> Any:
         if not isinstance(output, PerReplica):
@@ -125,7 +110,7 @@ def trim_rows(outputs: Any, rows: Any) -> Any:
         pairs = zip(output.values, rows.values, strict=True)
         return PerReplica([part[: _real(signed)] for part, signed in pairs])
 
-    # On the host: the length is known only while it runs.
+    # On the host, because the length is dynamic.
     with tf.device("CPU:0"):
         return tf.nest.map_structure(trim, outputs)
 

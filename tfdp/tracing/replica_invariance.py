@@ -1,36 +1,25 @@
-"""Whether a value is the same on every replica, told from the graph that makes it."""
+"""Is a value equal on every replica? Answered from the graph that computes it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
-# Below a name scope that begins so, and by operations with such a name, exchanges are
-# built.
+# The prefix of the name scopes, and op names, of exchanges.
 EXCHANGE_SCOPE = "tfdp_"
-# The names of the operations by which a replica has the rows of all, and takes its own
-# of them. Where replicas hand rows over, those of one are in its graph as they are.
+# The names of the ops that gather all replicas' rows, and that take the own rows of
+# those. With point-to-point exchanges the sender's rows are in its own graph.
 GATHERED_ROWS, OWN_ROWS = "gathered_rows_of_all", "own_rows_of_all"
-# Counters are a handful of ops away from their variable; give up beyond that.
+# Counters are a few ops away from their variable; give up beyond that.
 MOST_OPS = 64
 
 
 def is_same_on_every_replica(value: tf.Tensor, own_variable: Any) -> bool:
-    """Whether `value` is made of constants and `own_variable` only.
-
-    `own_variable` is the calling replica's component of a variable that is kept the
-    same everywhere, so whatever stateless ops make of it is the same as well. Keras
-    writes `counter.assign(counter + 1)`; without this each step would broadcast it.
-
-    Args:
-      value: a tensor of the graph being built.
-      own_variable: the component of this replica.
-
-    Returns:
-      False also when it cannot be told.
-    """
+    """Whether `value` certainly depends on constants and `own_variable` only, this
+    replica's component of a replicated variable: Keras writes
+    `counter.assign(counter + 1)`, which each step would broadcast otherwise."""
     seen: set[int] = set()
     todo = [value]
     own_handle = outermost(own_variable.handle)
@@ -53,30 +42,43 @@ def is_same_on_every_replica(value: tf.Tensor, own_variable: Any) -> bool:
     return True
 
 
-def is_exchanged(tensor: tf.Tensor) -> bool:
-    """Whether `tensor` is made within an exchange.
+def key_of(tensor: tf.Tensor) -> Any:
+    """Identifies a tensor among all of the trace."""
+    is_eager = isinstance(tensor, tf.__internal__.EagerTensor)
+    return id(tensor) if is_eager else (id(tensor.graph), tensor.name)
 
-    Where replicas hand tensors over, one of them adds: only in its graph the sum is
-    seen to be made of that replica's own tensor.
-    """
+
+def graph_tensors(
+    todo: list[tf.Tensor], is_found: Callable[[tf.Tensor], bool] = lambda tensor: False
+) -> Iterator[tf.Tensor]:
+    """Pops `todo`, to which the caller may add; yields each tensor of a graph once."""
+    seen = set()
+    while todo:
+        tensor = outermost(todo.pop(), is_found)
+        if tensor is None or isinstance(tensor, tf.__internal__.EagerTensor):
+            continue
+        if key_of(tensor) not in seen:
+            seen.add(key_of(tensor))
+            yield tensor
+
+
+def is_exchanged(tensor: tf.Tensor) -> bool:
+    """Whether `tensor` is computed within an exchange. (In a point-to-point exchange
+    the other replicas' graphs do not show their addends.)"""
     scopes = tensor.op.name.split("/")
     return any(scope.startswith(EXCHANGE_SCOPE) for scope in scopes)
 
 
 def is_named(tensor: tf.Tensor, name: str) -> bool:
-    """Whether `tensor` is made by an operation of that name, whatever its number."""
+    """Whether the op of `tensor` has that name, with any numeric suffix."""
     return bool(tensor.op.name.split("/")[-1].startswith(name))
 
 
 def outermost(
     tensor: tf.Tensor, is_found: Callable[[tf.Tensor], bool] = lambda tensor: False
 ) -> tf.Tensor | None:
-    """The tensor that an inner graph captured, followed outwards; None: an argument.
-
-    Args:
-      tensor: where to begin.
-      is_found: ends the way at an argument that is looked for.
-    """
+    """Follows captures outwards to the captured tensor, or to an argument that
+    `is_found`; None: it is another argument."""
     while not isinstance(tensor, tf.__internal__.EagerTensor):
         if tensor.op.type != "Placeholder" or is_found(tensor):
             return tensor

@@ -1,7 +1,7 @@
-"""Whether something is a mean or a sum over a replica's rows, told from its graph.
+"""Classifies a tensor's graph: is it a mean or a sum over a replica's rows?
 
-The mean over all rows is the replicas' means, weighed by their rows. Of no other number
-it is: of a root, a quotient of two sums, a maximum, replicas only have their own.
+The global mean is the weighted mean of the replicas' means; a root, a quotient of sums
+or a maximum of the replicas cannot be combined.
 """
 
 from __future__ import annotations
@@ -15,27 +15,32 @@ import tensorflow as tf
 from tfdp._private.step_ops import MAY_CALL, PYTHON, operations_within
 from tfdp.tracing.batch_rows import REDUCTIONS, has_rows_of, reduced_axes
 from tfdp.tracing.dependencies import SHAPES, DependsOn, batch_keys, is_of_own_rows
-from tfdp.tracing.loss_shares import QUOTIENTS, ancestors, key_of
-from tfdp.tracing.replica_invariance import is_exchanged, outermost
+from tfdp.tracing.loss_shares import QUOTIENTS, ancestors
+from tfdp.tracing.replica_invariance import (
+    graph_tensors,
+    is_exchanged,
+    key_of,
+    outermost,
+)
 from tfdp.tracing.run import ReplicaRun, trace_of
 
-# What passes a number on, or terms of one: each may be a mean.
+# Ops that pass a mean, or a term of one, on.
 TERMS = {
     *("AddN", "AddV2", "Add", "BroadcastTo", "Cast", "ConcatV2", "EnsureShape"),
     *("ExpandDims", "GatherV2", "Identity", "Neg", "Pack", "Pad", "Reshape"),
     *("Split", "SplitV", "Squeeze", "StopGradient", "StridedSlice", "Sub", "Tile"),
     *("Cumsum", "DiagPart", "MatrixDiagPartV3", "ReverseV2", "Transpose", "Unpack"),
 }
-# What reorders, chooses or compares rows.
+# Ops that reorder, select or compare rows.
 MIXING = {"Roll", "UniqueV2", "UniqueWithCountsV2", "Where"}  # of a mask: chosen rows
 MIXING_ON_FIRST_AXIS = {"Cumprod", "Cumsum", "CumulativeLogsumexp", "ReverseV2"}
 PRODUCTS = {"BatchMatMulV2", "Einsum", "MatMul", "Mul"}
-# What a sum is followed by: none of it divides by the rows.
+# Ops after a sum that do not divide by the number of rows.
 PASSING = {
     *("AddN", "AddV2", "Cast", "ExpandDims", "Identity", "Mul", "Neg", "Pack"),
     *("Reshape", "Squeeze", "StridedSlice", "Sub", "Transpose"),
 }
-# Which of their inputs have the rows that they add up.
+# Which inputs have the rows that these ops add up.
 SUMS_OF_ROWS = {
     **dict.fromkeys(("L2Loss", "SegmentSum", "UnsortedSegmentSum"), slice(1)),
     **dict.fromkeys(("Bincount", "DenseBincount", "RaggedBincount"), slice(None)),
@@ -43,26 +48,29 @@ SUMS_OF_ROWS = {
     "ScatterNd": slice(2),
     "TensorScatterAdd": slice(1, 3),
 }
-# A number of rows is so many operations away at most.
+# A number of rows is at most this many operations away.
 MOST_NEAR = 20
 SELECTS = {"Select", "SelectV2"}
 NO_MEAN = (
-    "which is no mean over them, such as a root, a quotient of sums, a sum or a "
-    "maximum. Each replica has that of its own rows, their mean is reported, and one "
-    "device reports another number. Give a metric a number for each row; or keep sums "
-    "over rows in one, and make the rest of them in its result(); or gather the rows "
-    "of all replicas first, tfdp.losses.all_rows(y)"
+    "which is not a mean over them, such as a root, a quotient of sums, a sum or a "
+    "maximum. Each replica computes that of its own rows, their mean is reported, and "
+    "one device reports another number. Give a metric one number for each row; or "
+    "keep sums over rows in it and compute the rest in its result(); or gather the "
+    "rows of all replicas first, tfdp.losses.all_rows(y)"
 )
-# What is made within them is not looked for.
+# Not looked into.
 FUNCTIONS = MAY_CALL | {"FusedBatchNormV3"}
+# Ops that compare or join one row with another along another axis.
+BETWEEN = {
+    *("AddV2", "Equal", "Greater", "GreaterEqual", "Less", "LessEqual", "LogicalAnd"),
+    *("Maximum", "Minimum", "Mul", "NotEqual", "SquaredDifference", "Sub"),
+}
+DIAGONALS = {"DiagPart", "MatrixDiagPart", "MatrixDiagPartV2", "MatrixDiagPartV3"}
+PASSED_ON = {"Cast", "EnsureShape", "Identity", "StopGradient"}
 
 
 def of_values(keys: set[Any]) -> DependsOn:
-    """What values of rows go into, and not their number alone.
-
-    Args:
-      keys: the keys (`key_of`) of the tensors of rows.
-    """
+    """What depends on the values, not only the number, of rows with these keys."""
     return DependsOn(keys, _is_behind)
 
 
@@ -71,29 +79,19 @@ def rows_of(run: ReplicaRun, rank: Any) -> DependsOn:
     return of_values(batch_keys(run.batches, trace_of(rank)))
 
 
-def suspect_number(
-    run: ReplicaRun,
-    rank: Any,
-    metric: Any,
-    number: tf.Tensor,
-    rows: DependsOn,
-    *,
-    near: bool,
+def warn_about_number(
+    run: ReplicaRun, rank: Any, metric: Any, number: Any, rows: DependsOn, *, near: bool
 ) -> None:
-    """Notes a number that `metric` counts, where it is no mean over rows.
-
-    Args:
-      rows, near: see `is_no_mean_over_rows`.
-    """
+    """Warns of a number that `metric` counts and that is not a mean over rows."""
     if _is_no_mean_of_own(run, rank, number, rows, near=near):
-        run.numbers_told.update(id(variable.value) for variable in metric.variables)
+        run.checked_numbers.update(id(variable.value) for variable in metric.variables)
         run.state_suspicions.add(
             f"the metric {metric.name!r} counts one number for all rows {NO_MEAN}"
         )
 
 
-def suspect_returned(run: ReplicaRun, rank: Any, number: tf.Tensor) -> None:
-    """Notes a number that a step returns, where it is no mean over rows."""
+def warn_about_returned(run: ReplicaRun, rank: Any, number: tf.Tensor) -> None:
+    """Warns of a number that a step returns and that is not a mean over rows."""
     if _is_no_mean_of_own(run, rank, number, rows_of(run, rank)):
         run.state_suspicions.add(f"a number is returned for all rows {NO_MEAN}")
 
@@ -108,13 +106,13 @@ def _is_no_mean_of_own(
 
 
 def suspect_loss(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> None:
-    """Notes a loss, said to be a mean over rows, which is none."""
+    """Warns of a loss for `local_mean` that is not a mean over rows."""
     if _is_no_mean_of_own(run, rank, loss, rows_of(run, rank)):
         run.suspicions.add(
             "local_mean was given a number that is no mean over rows, such as a root, "
-            "a quotient of sums (Dice) or a sum. Each replica has that of its own "
-            "rows, and the mean of these is another loss than that of the whole batch. "
-            "Gather the rows first, tfdp.losses.all_rows(x); of a sum take local_sum"
+            "a quotient of sums (Dice) or a sum. Each replica computes that of its own "
+            "rows, and their mean is not the loss of the whole batch. Gather the rows "
+            "first, tfdp.losses.all_rows(x); for a sum take local_sum"
         )
 
 
@@ -125,15 +123,11 @@ def is_no_mean_over_rows(
     rows_are_near: bool = False,
     may_be_sum: bool = False,
 ) -> bool:
-    """Whether `number` is made of rows, and surely not as a mean over them.
+    """Whether `number` depends on rows and certainly not as a mean over them.
 
-    Args:
-      number: one of the graph being built, or an array that has nothing of single rows.
-      rows: what it may be made of; see `of_values`.
-      rows_are_near: whether nothing lies between them and `number` but what a metric
-        does, so that each row has to count for itself. A model may have layers whose
-        rows depend on each other.
-      may_be_sum: whether a sum over rows will do.
+    With `rows_are_near` only a metric's own ops lie between the rows and `number`, so
+    each row counts independently; layers of a model may mix rows. With `may_be_sum` a
+    sum over rows is allowed.
     """
     todo, seen = [(number, may_be_sum)], set()
     while todo:
@@ -162,7 +156,7 @@ def is_no_mean_over_rows(
                 continue
             if len(factors) > 1:
                 return True
-            # By 1 over their number.
+            # Multiplied by 1 / number of rows.
             is_divided |= any(_is_of_shapes(one, rows) for one in inputs)
             todo += [(one, is_divided) for one in factors]
         elif op.type in QUOTIENTS:
@@ -177,7 +171,7 @@ def is_no_mean_over_rows(
             if not is_over_rows or _is_of_terms(inputs[0]):
                 todo.append((inputs[0], is_divided))
             elif is_sum or rows_are_near:
-                # Where rows are reduced before, the first axis is another one.
+                # If rows were reduced before, the first axis is another one.
                 if _mixes_rows(inputs[0], rows):
                     todo.append((inputs[0], is_divided))
                 elif is_sum:
@@ -190,7 +184,7 @@ def is_no_mean_over_rows(
 
 
 def is_plain_mean(mean: tf.Tensor, rows: DependsOn) -> bool:
-    """Whether the result of a Mean is one over rows, and not over columns of sums."""
+    """Whether a Mean op averages rows, and not columns of sums."""
     inputs = list(mean.op.inputs)
     is_over_rows = 0 in (reduced_axes(inputs) or ()) and not _is_of_terms(inputs[0])
     is_reduced = inputs[0].op.type in REDUCTIONS and _is_over_rows(inputs[0].op)
@@ -198,21 +192,12 @@ def is_plain_mean(mean: tf.Tensor, rows: DependsOn) -> bool:
 
 
 def is_sum_over_rows(loss: tf.Tensor, rows: DependsOn) -> bool:
-    """Whether a term of `loss` is a sum over rows that nothing divides by their number.
-
-    Args:
-      loss: a tensor of the graph being built.
-      rows: those that the replica was given; see `of_values`.
-    """
-    numbered = DependsOn(rows.keys)  # a sum of ones over them is one as well
-    todo, seen = [loss], set()
-    while todo:
-        tensor = outermost(todo.pop())
-        if tensor is None or isinstance(tensor, tf.__internal__.EagerTensor):
+    """Whether a term of `loss` is a sum over `rows`, not divided by their number."""
+    numbered = DependsOn(rows.keys)  # a sum of ones over rows counts, too
+    todo = [loss]
+    for tensor in graph_tensors(todo):
+        if is_exchanged(tensor):
             continue
-        if key_of(tensor) in seen or is_exchanged(tensor):
-            continue
-        seen.add(key_of(tensor))
         op, inputs = tensor.op, list(tensor.op.inputs)
         if op.type in QUOTIENTS:
             is_of_all = _is_of_all(inputs[1], numbered)
@@ -237,17 +222,17 @@ def is_sum_over_rows(loss: tf.Tensor, rows: DependsOn) -> bool:
 
 
 def _is_of_terms(tensor: tf.Tensor) -> bool:
-    """Whether the first axis of `tensor` is one of terms, and not of rows."""
+    """Whether the first axis of `tensor` enumerates terms, not rows."""
     found = outermost(tensor)
     return getattr(getattr(found, "op", None), "type", None) == "Pack"
 
 
 def _added_along_rows(op: tf.Operation) -> list[tf.Tensor]:
-    """The inputs of an operation, other than Sum, that it adds up along their rows."""
+    """The inputs of an op other than Sum that it adds up along their rows."""
     inputs = list(op.inputs)
     if op.type == "MatMul":
         first, second = inputs
-        # Of each the axis that both have in common is its rows, or its columns.
+        # The contracted axis of each is its rows or its columns.
         return [first] * op.get_attr("transpose_a") + [second] * (
             not op.get_attr("transpose_b")
         )
@@ -259,11 +244,8 @@ def _added_along_rows(op: tf.Operation) -> list[tf.Tensor]:
 
 
 def _is_of_all(number: tf.Tensor, rows: DependsOn) -> bool:
-    """Whether it is made of an exchange, such as the number of all replicas' rows.
-
-    The number of own ones is not, whatever was gathered to compute what they became:
-    weights, where replicas share them.
-    """
+    """Whether `number` depends on an exchange, such as the global number of rows; that
+    of own rows does not, although weights may have been gathered for it."""
 
     def is_own(one: tf.Tensor) -> bool:
         return one.op.type in SHAPES and one.op.inputs[0] in rows
@@ -273,7 +255,7 @@ def _is_of_all(number: tf.Tensor, rows: DependsOn) -> bool:
 
 
 def _is_number_of_rows(divisor: tf.Tensor, total: tf.Tensor) -> bool:
-    """Whether it is taken from data, or from the shape of what was added up."""
+    """Whether it comes from data, or from the shape of what was added up."""
     number = tf.get_static_value(divisor)
     if number is None:
         return True
@@ -287,7 +269,7 @@ def _is_number_of_rows(divisor: tf.Tensor, total: tf.Tensor) -> bool:
 
 
 def _is_of_shapes(tensor: tf.Tensor, rows: DependsOn) -> bool:
-    """Whether `tensor` is a number made of that of rows alone, such as 1 over it."""
+    """Whether `tensor` depends only on the number of rows, such as 1 over it."""
     if tensor.shape.rank != 0 or isinstance(tensor, tf.__internal__.EagerTensor):
         return False
     near = itertools.islice(ancestors(tensor), MOST_NEAR)
@@ -295,8 +277,6 @@ def _is_of_shapes(tensor: tf.Tensor, rows: DependsOn) -> bool:
 
 
 def _mixes_rows(tensor: tf.Tensor, rows: DependsOn) -> bool:
-    """Whether what `tensor` holds of a row depends on other rows."""
-
     def is_row(one: tf.Tensor) -> bool:
         return key_of(one) in rows.keys
 
@@ -310,7 +290,6 @@ def _mixes_rows(tensor: tf.Tensor, rows: DependsOn) -> bool:
 
 
 def _is_over_rows(op: tf.Operation) -> bool:
-    """Whether an operation makes something of several rows of its first input."""
     inputs = list(op.inputs)
     if op.type in REDUCTIONS:
         return 0 in (reduced_axes(inputs) or ())
@@ -326,30 +305,15 @@ def _is_behind(tensor: tf.Tensor) -> bool:
     return is_exchanged(tensor) or tensor.op.type in SHAPES
 
 
-# Rows that are paired with rows of their batch, told from the graph.
-#
-# Contrastive losses multiply each row by all others, or compare their labels. A replica
-# has its own rows only, so that each meets fewer others than on one device.
-
-
-# What compares or joins one row with another where each stands along another axis.
-BETWEEN = {
-    *("AddV2", "Equal", "Greater", "GreaterEqual", "Less", "LessEqual", "LogicalAnd"),
-    *("Maximum", "Minimum", "Mul", "NotEqual", "SquaredDifference", "Sub"),
-}
-DIAGONALS = {"DiagPart", "MatrixDiagPart", "MatrixDiagPartV2", "MatrixDiagPartV3"}
-PASSED_ON = {"Cast", "EnsureShape", "Identity", "StopGradient"}
-
-
-def suspect_pairs(run: ReplicaRun) -> None:
-    """Notes that rows are paired with rows of the replica alone."""
+def warn_about_pairs(run: ReplicaRun) -> None:
+    """Warns of rows that are paired with the replica's rows only."""
     if run.group_size == 1 or not run.batches or tf.executing_eagerly():
         return
-    # Of one replica: the others do the same, or are told of by something else.
+    # One replica is enough: the others do the same, or another check warns.
     trace = min(run.batches)
     batch = run.batches[trace]
     if any(tensor.shape.rank and tensor.shape[0] == 1 for tensor in batch):
-        return  # of one row nobody can tell along which axis it stands
+        return  # with one row the axes of rows cannot be identified
     rows = of_values(batch_keys(run.batches, trace))
     graph = tf.compat.v1.get_default_graph()
     for op in operations_within(graph.get_operations()):
@@ -359,16 +323,16 @@ def suspect_pairs(run: ReplicaRun) -> None:
         if all(has_rows_of(tensor, batch, deeply=True) for tensor in pair):
             run.suspicions.add(
                 f"rows are paired with all rows of their batch (in {op.name!r}), as in "
-                "contrastive losses, and a replica has its own rows only: each meets "
-                "fewer others than on one device. Pair them with the rows of all "
-                "replicas, tfdp.losses.all_rows(x), and bring the loss of all pairs "
-                "to its share, tfdp.losses.local_mean(loss)"
+                "contrastive losses, and a replica has its own rows only: each is "
+                "paired with fewer others than on one device. Pair them with the rows "
+                "of all replicas, tfdp.losses.all_rows(x), and scale the loss of all "
+                "pairs to its share, tfdp.losses.local_mean(loss)"
             )
             return
 
 
 def _is_of_each_alone(op: tf.Operation) -> bool:
-    """Whether of a product of rows with rows only that of each with itself is used."""
+    """Whether only the diagonal of a product of rows with rows is used."""
     if op.type not in ("Einsum", "MatMul"):
         return False
     used = {consumer.type for consumer in op.outputs[0].consumers()}
@@ -376,7 +340,7 @@ def _is_of_each_alone(op: tf.Operation) -> bool:
 
 
 def _pair_of(op: tf.Operation) -> Sequence[tf.Tensor] | None:
-    """What would be paired if both had rows in front; None: `op` pairs nothing."""
+    """What would be paired if both had rows first; None: `op` pairs nothing."""
     if op.type == "MatMul":
         first, second = op.inputs
         if op.get_attr("transpose_a"):
@@ -406,7 +370,7 @@ def _pair_of(op: tf.Operation) -> Sequence[tf.Tensor] | None:
 
 
 def _turned(tensor: tf.Tensor) -> tf.Tensor | None:
-    """What has in front what `tensor` has along a later axis; None: nobody can tell."""
+    """The tensor whose first axis became a later axis of `tensor`; None: unknown."""
     found = outermost(tensor)
     while found is not None and not isinstance(found, tf.__internal__.EagerTensor):
         op = found.op

@@ -1,12 +1,12 @@
-"""What one `strategy.run` knows of itself while its replicas are traced."""
+"""State of one `strategy.run` while its replicas are traced."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 import tensorflow as tf
@@ -18,17 +18,19 @@ from tfdp.tracing.padded_batch import Padding
 from tfdp.tracing.trace_order import EagerOrder
 
 
-@dataclasses.dataclass
+@dataclass
 class ReplicaRun:
     """State of one call of `strategy.run`, shared by the threads of its replicas.
 
+    Fields "by trace" have one entry per graph that is built; see `trace_of`.
+
     Args:
-      replicas: how many there are.
-      counts: the samples of each replica, as Python integers where the shapes say
-        so, else scalar int32 tensors; None when no batch was passed in.
-      total: their sum, over all hosts.
-      spans_hosts: whether other hosts have replicas of this run, too.
-      hosts_are_alike: whether it is known that each of them has the same rows.
+      replicas: number of replicas in this process.
+      counts: the samples of each replica: Python integers where shapes are static, else
+        scalar int32 tensors; None when no batch was passed in.
+      total: their sum over all hosts.
+      spans_hosts: whether other hosts have replicas of this run.
+      hosts_are_alike: whether every host certainly has the same number of rows.
     """
 
     replicas: int
@@ -36,113 +38,107 @@ class ReplicaRun:
     total: Any = None
     spans_hosts: bool = False
     hosts_are_alike: bool = False
-    #: Whether one replica makes the whole step: what it has is what all have.
+    #: Whether there is one replica on one host: its values are the global ones.
     is_of_one: bool = False
-    #: Traces (see `trace_of`) whose loss was brought to its share of the global one.
-    scaled_losses: set[int] = dataclasses.field(default_factory=set)
-    #: Names of optimizers with gradients of a loss that was not.
-    local_optimizers: set[str] = dataclasses.field(default_factory=set)
+    #: Traces whose loss was scaled to its share of the global one.
+    scaled_losses: set[int] = field(default_factory=set)
+    #: Names of optimizers that got gradients of an unscaled loss.
+    local_optimizers: set[str] = field(default_factory=set)
     #: Traces whose loss is a mean over rows that the program took itself.
-    mean_losses: set[int] = dataclasses.field(default_factory=set)
-    #: Traces whose loss is of own rows, no share, and not seen to be a sum over them.
-    local_losses: set[int] = dataclasses.field(default_factory=set)
-    #: By trace: which numbers are shares of the global loss already.
-    shares: dict[int, LossShares] = dataclasses.field(
+    mean_losses: set[int] = field(default_factory=set)
+    #: Traces whose loss depends on own rows, is no share, and is not a plain sum.
+    local_losses: set[int] = field(default_factory=set)
+    #: By trace: which numbers are shares of the global loss.
+    shares: dict[int, LossShares] = field(
         default_factory=lambda: collections.defaultdict(LossShares)
     )
     #: Traces that added losses of layers (penalties, `add_loss`) to the model's.
-    added_losses: set[int] = dataclasses.field(default_factory=set)
+    added_losses: set[int] = field(default_factory=set)
     #: Whether the replicas were given any tensor.
     has_tensors: bool = False
-    #: By trace: the tensors of the batch that the replica was given.
-    batches: dict[int, list[tf.Tensor]] = dataclasses.field(default_factory=dict)
+    #: By trace: the tensors of the replica's batch.
+    batches: dict[int, list[tf.Tensor]] = field(default_factory=dict)
     #: Clauses for a warning: why a loss may be a mean over the local batch only.
-    suspicions: set[str] = dataclasses.field(default_factory=set)
-    #: The same of what layers store: why it may be no mean over rows.
-    state_suspicions: set[str] = dataclasses.field(default_factory=set)
-    #: By trace: mirrored float variables that the replica assigned to on its own.
-    local_state: dict[int, dict[int, Any]] = dataclasses.field(default_factory=dict)
-    #: What was assigned to them in graphs: the rank, the variable, the value.
-    stored: list[tuple[int, Any, tf.Tensor]] = dataclasses.field(default_factory=list)
-    #: What was assigned in graphs to the sums of metrics: the rank, the variable, the
-    #: value, and whether it is added to what the variable holds.
-    counted: list[tuple[int, Any, tf.Tensor, bool]] = dataclasses.field(
-        default_factory=list
-    )
-    #: The ids of variables of metrics of whose numbers a warning tells already.
-    numbers_told: set[int] = dataclasses.field(default_factory=set)
-    #: Whether what is left of it is brought together at the end of the step.
-    ends_with_late_state: bool = False
-    #: The ids of variables that are brought together at the end of the step, as the
-    #: first replica has found; None: none was asked.
+    suspicions: set[str] = field(default_factory=set)
+    #: The same for stored state: why it may not be a mean over rows.
+    state_suspicions: set[str] = field(default_factory=set)
+    #: By trace: mirrored float variables that the replica assigned independently.
+    local_state: dict[int, dict[int, Any]] = field(default_factory=dict)
+    #: Those assignments in graphs: rank, variable, value.
+    stored: list[tuple[int, Any, tf.Tensor]] = field(default_factory=list)
+    #: Assignments in graphs to sums of metrics: rank, variable, value, is it added.
+    counted: list[tuple[int, Any, tf.Tensor, bool]] = field(default_factory=list)
+    #: Ids of metric variables that are checked elsewhere, or warned about already.
+    checked_numbers: set[int] = field(default_factory=set)
+    #: Whether buffers that are still local are synchronized at the end of the step.
+    synchronizes_at_end: bool = False
+    #: Ids of those buffers, as the first replica found them; None: not computed yet.
     late_buffers: set[int] | None = None
-    #: The ids of variables in which replicas hold their own sums of gradients.
-    own_sums: set[int] = dataclasses.field(default_factory=set)
-    #: By trace: what the means of losses over the global batch were divided by
-    #: (`batch_weight.Denominator`), and how many of these an optimizer has asked for.
-    denominators: dict[int, list[Any]] = dataclasses.field(default_factory=dict)
-    denominators_used: dict[int, int] = dataclasses.field(default_factory=dict)
-    #: By trace: which rows are real, of batches filled up to a fixed size.
-    padding: dict[int, Padding] = dataclasses.field(default_factory=dict)
-    #: Whether a replica without rows would borrow one, on every host.
-    lends_rows: bool = False
-    #: By replica: whether it has rows of its own, or a borrowed one (see
-    #: `borrowed_rows`); None when nobody borrows.
+    #: Ids of variables in which replicas accumulate their own sums of gradients.
+    own_sums: set[int] = field(default_factory=set)
+    #: By trace: the `batch_weight.Denominator` of each mean loss, and how many of them
+    #: optimizers have consumed.
+    denominators: dict[int, list[Any]] = field(default_factory=dict)
+    denominators_used: dict[int, int] = field(default_factory=dict)
+    #: By trace: the valid rows of batches padded to a fixed size.
+    padding: dict[int, Padding] = field(default_factory=dict)
+    #: Whether a replica without rows would get a dummy row, on every host.
+    adds_dummy_rows: bool = False
+    #: By replica: whether its rows are real; None when no replica has a dummy row.
     owns_rows: list[Any] | None = None
-    #: Whether the loss is 0 where rows are borrowed, and with it its gradients.
+    #: Whether the loss of dummy rows, and with it its gradients, is 0.
     loss_is_own: bool = False
-    #: Whether such a row may be one that was made up: 0 times what the model makes of
-    #: it may be no number.
-    makes_rows_up: bool = False
-    #: Traces in which layers summed over replicas, so that what one replica computes
-    #: gets gradients from the others' losses.
-    mixed: set[int] = dataclasses.field(default_factory=set)
-    #: Traces in which an optimizer sums what has nothing of borrowed rows in it. By
-    #: trace, because eager replicas, and those that make variables, take turns.
-    sums_own_parts: set[int] = dataclasses.field(default_factory=set)
-    #: By trace: the optimizers at work, outermost first, and whether they still reduce.
-    updates: dict[int, list[bool]] = dataclasses.field(default_factory=dict)
-    #: Traces in which an optimizer updates this replica's shard of something.
-    shard_updates: set[int] = dataclasses.field(default_factory=set)
-    #: The replicas of this process that step together while others train apart
-    #: (`tfdp.sync`); None: all replicas do.
+    #: Whether a dummy row may be synthetic: the model may turn it into NaN, and 0 times
+    #: NaN is not 0.
+    has_synthetic_rows: bool = False
+    #: Traces in which layers summed over replicas: there a value of one replica gets
+    #: gradients from other replicas' losses.
+    mixed: set[int] = field(default_factory=set)
+    #: Traces in which an optimizer sums values that exclude dummy rows. By trace:
+    #: eager replicas, and those that create variables, take turns.
+    sums_own_parts: set[int] = field(default_factory=set)
+    #: By trace: the active optimizers, outermost first, and whether they still reduce.
+    updates: dict[int, list[bool]] = field(default_factory=dict)
+    #: Traces in which an optimizer updates this replica's shard.
+    shard_updates: set[int] = field(default_factory=set)
+    #: Local training (`tfdp.sync`): the replicas of this process that step together,
+    #: by group; None: all replicas step together.
     groups: tuple[tuple[int, ...], ...] | None = None
-    #: By trace, and within what: how much there is whose gradient takes an exchange.
-    exchanges_due: dict[tuple[int, str], int] = dataclasses.field(
+    #: By trace and name scope: the number of values whose gradient takes an exchange.
+    exchanges_due: dict[tuple[int, str], int] = field(
         default_factory=lambda: collections.defaultdict(int)
     )
-    #: By trace: gradients of what is stored in shards, by their keys (`key_of`).
-    shard_gradients: dict[int, dict[Any, tf.Tensor]] = dataclasses.field(
+    #: By trace: gradients of sharded variables, by their keys (`key_of`).
+    shard_gradients: dict[int, dict[Any, tf.Tensor]] = field(
         default_factory=lambda: collections.defaultdict(dict)
     )
-    #: What eager replicas have met for so far.
-    eager_order: EagerOrder = dataclasses.field(default_factory=EagerOrder)
-    #: The ids of optimizers whose momentum was sent in the place of gradients.
-    sent_momentum: set[int] = dataclasses.field(default_factory=set)
-    #: Leaves the step out where it is not finite (`tfdp.step.finite_guard`), or None.
+    #: Checks that eager replicas take part in the same exchanges in the same order.
+    eager_order: EagerOrder = field(default_factory=EagerOrder)
+    #: Ids of optimizers that sent their momentum instead of gradients.
+    sent_momentum: set[int] = field(default_factory=set)
+    #: Skips steps that are not finite (`tfdp.step.finite_guard`), or None.
     guard: Any = None
-    #: Note the norms of its gradients (`tfdp.step.observers`).
-    probes: list[Any] = dataclasses.field(default_factory=list)
+    #: Probes that record the norms of gradients (`tfdp.step.observers`).
+    probes: list[Any] = field(default_factory=list)
 
     @property
     def is_local(self) -> bool:
-        """Whether replicas train apart: steps read and update local weights."""
+        """Whether this is local training: steps read and update local weights."""
         return self.groups is not None
 
     def group_of(self, rank: int) -> tuple[int, ...]:
-        """The replicas of this process that `rank` steps together with."""
         if self.groups is None:
             return tuple(range(self.replicas))
         return next(group for group in self.groups if rank in group)
 
     @property
     def is_even(self) -> bool:
-        """Whether every replica surely has the same number of samples."""
+        """Whether every replica certainly has the same number of samples."""
         if self.padding:
             return False
         if self.counts is None:
             return True
-        # Another host's shapes are not known here.
+        # The shapes of other hosts are not available here.
         return (
             not self.spans_hosts
             and all(isinstance(n, int) for n in self.counts)
@@ -166,11 +162,11 @@ class ReplicaRun:
         return self.total if padding is None else padding.total
 
     def padding_of(self, rank: Any) -> Padding | None:
-        """What fills up the part of `rank`; None for a batch as it came."""
+        """The padding of the replica's batch; None when it was not padded."""
         return self.padding.get(trace_of(rank))
 
     def share_of(self, rank: Any, dtype: tf.DType = tf.float32) -> tf.Tensor:
-        """n_r / N: this replica's part of all samples, a scalar."""
+        """n_r / N, a scalar."""
         if self.is_even:
             return tf.constant(1.0 / self.replicas, dtype)
         return tf.math.divide_no_nan(
@@ -178,10 +174,7 @@ class ReplicaRun:
         )
 
     def share_in_group(self, rank: Any) -> tf.Tensor:
-        """n_r / N_g: this replica's part of the samples of its group.
-
-        The group of a plain step are all replicas.
-        """
+        """n_r / N_g: the replica's fraction of its group's samples."""
         if self.groups is None:
             return self.share_of(rank)
         if self.is_even:
@@ -191,7 +184,7 @@ class ReplicaRun:
         )
 
     def share_of_group(self, rank: Any) -> tf.Tensor:
-        """N_g / N: the group's part of this process's samples; 1 in a plain step."""
+        """N_g / N: the group's fraction of this process's samples."""
         if self.groups is None:
             return tf.constant(1.0)
         return tf.add_n([self.share_of(peer) for peer in self.group_of(rank)])
@@ -205,7 +198,6 @@ class ReplicaRun:
 
     @property
     def even_share(self) -> float:
-        """1 / R, of the R replicas that step together."""
         return 1.0 / self.group_size
 
     @property
@@ -214,11 +206,11 @@ class ReplicaRun:
         return self.replicas if self.groups is None else len(self.groups[0])
 
     def has_own_rows(self, rank: Any) -> Any:
-        """Whether `rank` computes on rows of its own; a boolean, or a scalar tensor."""
+        """Whether `rank` computes on real rows; a boolean, or a scalar tensor."""
         return True if self.owns_rows is None else self.owns_rows[rank]
 
     def own_part(self, rank: Any, value: Any) -> Any:
-        """`value`, or 0 (or no slices) where it was computed from a borrowed row."""
+        """`value`, or 0 (or no slices) where it was computed from a dummy row."""
         own = self.has_own_rows(rank)
         if own is True:
             return value
@@ -228,26 +220,30 @@ class ReplicaRun:
                 value.values[:count], value.indices[:count], value.dense_shape
             )
         value = tf.convert_to_tensor(value)
-        # Not times 0: what a borrowed row gives may be infinite.
+        # Not times 0: a value of a dummy row may be infinite.
         return tf.where(own, value, tf.zeros_like(value))
 
     def is_own_gradient(self, rank: Any, gradient: Any) -> bool:
-        """Whether it is known to be of own rows alone; mostly it is."""
-        if isinstance(gradient, tf.IndexedSlices) or self.makes_rows_up:
+        """Whether dummy rows certainly contribute nothing to it; the usual case."""
+        if isinstance(gradient, tf.IndexedSlices) or self.has_synthetic_rows:
             return False
         return self.loss_is_own and trace_of(rank) not in self.mixed
 
     def own_gradient(self, rank: Any, gradient: Any) -> Any:
-        """The part of `gradient` that own rows have; mostly it is just that."""
+        """`gradient` without the contribution of dummy rows."""
         own = self.has_own_rows(rank)
         if own is True or self.is_own_gradient(rank, gradient):
             return gradient
-        if self.makes_rows_up and tf.is_tensor(own) and isinstance(gradient, tf.Tensor):
+        if (
+            self.has_synthetic_rows
+            and tf.is_tensor(own)
+            and isinstance(gradient, tf.Tensor)
+        ):
             return kept_if(own, gradient)
         return self.own_part(rank, gradient)
 
     def parts_to_sum(self, rank: Any, values: Any) -> Any:
-        """`values` that a layer or a loss is about to sum over the replicas."""
+        """`values` without dummy rows, for a sum over replicas in a layer or loss."""
         if self.owns_rows is None or trace_of(rank) in self.sums_own_parts:
             return values
         self.mixed.add(trace_of(rank))
@@ -257,7 +253,7 @@ class ReplicaRun:
 
     @contextlib.contextmanager
     def summing_own_parts(self, rank: Any) -> Iterator[None]:
-        """While this lasts, what `rank` sums has nothing of borrowed rows in it."""
+        """Within this, the values that `rank` sums exclude dummy rows already."""
         trace = trace_of(rank)
         is_outermost = trace not in self.sums_own_parts
         self.sums_own_parts.add(trace)
@@ -269,27 +265,24 @@ class ReplicaRun:
 
     @property
     def is_updating(self) -> bool:
-        """Whether an optimizer is at work on the calling replica."""
+        """Whether an optimizer is active on the calling replica."""
         return bool(self.updates.get(trace_of(current_rank())))
 
     @property
     def updates_replicated(self) -> bool:
-        """Whether an optimizer is at work that does the same on all replicas."""
+        """Whether the active optimizer makes the same update on all replicas."""
         is_own = self.is_local or trace_of(current_rank()) in self.shard_updates
         return self.is_updating and not is_own
 
     @property
     def reduces_in_update(self) -> bool:
-        """Whether the optimizer at work got gradients that are not reduced yet."""
+        """Whether the active optimizer got gradients that are not reduced yet."""
         return any(self.updates.get(trace_of(current_rank()), []))
 
     @contextlib.contextmanager
     def updating(self, *, reduces: bool = False) -> Iterator[None]:
-        """While this lasts an optimizer updates: what it assigns is not local state.
-
-        Args:
-          reduces: whether it is yet to reduce its gradients.
-        """
+        """Within this an optimizer updates: its assignments are not local state.
+        `reduces`: it still has to reduce its gradients."""
         mine = self.updates.setdefault(trace_of(current_rank()), [])
         mine.append(reduces)
         try:
@@ -299,7 +292,6 @@ class ReplicaRun:
 
     @contextlib.contextmanager
     def updating_shard(self) -> Iterator[None]:
-        """While this lasts an optimizer updates the replica's shard of something."""
         trace = trace_of(current_rank())
         self.shard_updates.add(trace)
         try:
@@ -308,10 +300,8 @@ class ReplicaRun:
             self.shard_updates.discard(trace)
 
     def note_local_state(self, rank: Any, variable: Any, value: Any = None) -> None:
-        """Remembers that a replica changed its own copy of `variable` to `value`.
-
-        But while an optimizer updates: then all replicas do alike.
-        """
+        """Records that a replica assigned `value` to its own copy, unless in an update,
+        which is the same on all replicas."""
         if self.updates.get(trace_of(rank)):
             return
         self.local_state.setdefault(trace_of(rank), {})[id(variable)] = variable
@@ -321,69 +311,21 @@ class ReplicaRun:
     def note_counted(
         self, rank: Any, variable: Any, value: Any, is_added: bool
     ) -> None:
-        """Remembers what a replica assigns, or adds, to a sum of a metric."""
+        """Records what a replica assigns, or adds, to a sum of a metric."""
         if isinstance(rank, int) and _is_of_graph(value):
             self.counted.append((rank, variable, value, is_added))
 
-    def next_exchange_due(self, rank: Any, within: str) -> int:
-        """See `current_run.name_of_gradient`; counts by the name that is begun with."""
-        self.exchanges_due[trace_of(rank), within] += 1
-        return self.exchanges_due[trace_of(rank), within]
-
     def take_local_state(self, rank: Any) -> list[Any]:
-        """What the replica changed on its own since it was last asked."""
+        """Removes and returns the variables recorded by `note_local_state`."""
         return list(self.local_state.pop(trace_of(rank), {}).values())
 
-    def leave_local_state(self, rank: Any, variables: Iterable[Any]) -> None:
-        """Gives back what was taken; whoever asks next takes it."""
+    def return_local_state(self, rank: Any, variables: Iterable[Any]) -> None:
         state = self.local_state.setdefault(trace_of(rank), {})
         state.update((id(variable), variable) for variable in variables)
 
     def stored_graphs(self, rank: Any) -> dict[int, Any]:
         """By the ids of variables: the graph in which the replica stored them last."""
         return {id(v): value.graph for by, v, value in self.stored if by == rank}
-
-
-def _is_of_graph(value: Any) -> bool:
-    # A variable may be assigned, too, and an eager tensor within a graph.
-    is_eager = isinstance(value, tf.__internal__.EagerTensor)
-    return isinstance(value, tf.Tensor) and not is_eager
-
-
-def trace_of(rank: Any) -> int:
-    """Which of the graphs that are built for a run is that of `rank`.
-
-    Each replica has its own, but for TPU: there one graph serves all, and the rank is
-    a tensor.
-    """
-    return rank if isinstance(rank, int) else 0
-
-
-# A tensor, or zeros in its place: a large one is not copied where it is kept.
-
-
-# A branch takes milliseconds while a step is traced; what it saves of each step is to
-# read and write the tensor. (TensorFlow's Switch and Merge, built by hand, would take
-# neither, and a step with them never ends.)
-LEAST_BRANCH_BYTES = 1 << 20
-
-
-def kept_if(condition: Any, value: tf.Tensor) -> tf.Tensor:
-    """`value` where `condition` holds; else zeros, whatever `value` is made of.
-
-    Args:
-      condition: a scalar boolean tensor.
-      value: of any shape and number type.
-    """
-    if tf.executing_eagerly():
-        return value if condition else tf.zeros_like(value)
-    size_bytes = (value.shape.num_elements() or 0) * value.dtype.size
-    if size_bytes < LEAST_BRANCH_BYTES or in_compiled_function():
-        return tf.where(condition, value, tf.zeros_like(value))
-    return tf.cond(condition, lambda: value, lambda: tf.zeros_like(value))
-
-
-# The `ReplicaRun` that the calling code is part of, if any.
 
 
 def current_run() -> tuple[ReplicaRun, int] | None:
@@ -394,32 +336,50 @@ def current_run() -> tuple[ReplicaRun, int] | None:
     return None if run is None else (run, current_rank())
 
 
+def trace_of(rank: Any) -> int:
+    """The index of the graph in which `rank` is traced: one per replica; on TPU, where
+    ranks are tensors, one for all."""
+    return rank if isinstance(rank, int) else 0
+
+
+def _is_of_graph(value: Any) -> bool:
+    # Variables, and eager tensors within a graph, can be assigned too.
+    is_eager = isinstance(value, tf.__internal__.EagerTensor)
+    return isinstance(value, tf.Tensor) and not is_eager
+
+
+# Below this a branch costs more tracing time (milliseconds) than one read and write of
+# the tensor per step. (Hand-built Switch and Merge cost neither, but such steps hang.)
+LEAST_BRANCH_BYTES = 1 << 20
+
+
+def kept_if(condition: Any, value: tf.Tensor) -> tf.Tensor:
+    """`value` where the scalar `condition` holds, else zeros; large values by a branch,
+    so that they are not copied."""
+    if tf.executing_eagerly():
+        return value if condition else tf.zeros_like(value)
+    size_bytes = (value.shape.num_elements() or 0) * value.dtype.size
+    if size_bytes < LEAST_BRANCH_BYTES or in_compiled_function():
+        return tf.where(condition, value, tf.zeros_like(value))
+    return tf.cond(condition, lambda: value, lambda: tf.zeros_like(value))
+
+
 def name_of_gradient() -> str:
-    """Asked in a forward pass: the name of the exchanges that its gradient will take.
-
-    For `exchanges_of`, in the backward pass. What is computed again in a backward pass
-    has names that begin with that of what is.
-
-    Returns:
-      A name that all replicas and hosts find alike; "" where nobody meets under one.
-    """
+    """In a forward pass: the name for the exchanges of its gradient, for
+    `exchanges_of`; equal on all replicas and hosts, "" outside of a run. Rematerialized
+    values get names with the same prefix."""
     found = current_run()
     if found is None:
         return ""
     run, rank = found
     within = name_of_exchanges() or ""
-    return f"{within}{run.next_exchange_due(rank, within)}."
+    run.exchanges_due[trace_of(rank), within] += 1
+    return f"{within}{run.exchanges_due[trace_of(rank), within]}."
 
 
-# What is done once for all replicas, while one of them is being traced.
-
-
-def do_before_the_step(function: Callable[[], None]) -> None:
-    """Calls it now, eagerly and in the scope of the strategy, outside of replicas.
-
-    `tf.init_scope` leaves the graph, not the replica, and `merge_call` needs all
-    replicas, and no function or conditional around it. Another thread is in neither.
-    """
+def call_before_step(function: Callable[[], None]) -> None:
+    """Calls `function` once, eagerly, in the strategy's scope, outside of replicas. In
+    a thread: `tf.init_scope` does not leave the replica, and `merge_call` needs all."""
     strategy = tf.distribute.get_strategy()
 
     def in_scope() -> None:

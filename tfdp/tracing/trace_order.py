@@ -1,8 +1,7 @@
-"""One thread of a program at a time builds the graphs of replicas.
+"""Serializes tracing: one thread of a process at a time builds graphs of replicas.
 
-What a trace knows and does lies where its replicas, which are threads of their own,
-find it: in the strategy, its exchanges, in models and optimizers. Threads that train
-several models therefore trace in turn. The steps that they have built run side by side.
+Tracing state lives in the strategy, models and optimizers, where the replicas' threads
+find it. The steps that threads built run concurrently.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ LONGEST_WAIT_SECONDS = 600.0
 
 
 class _Turn:
-    """A lock that its thread may take again, and that other threads wait for."""
+    """A reentrant lock with a timeout that names both threads."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -32,7 +31,7 @@ class _Turn:
                 f"Thread {here!r} waited {LONGEST_WAIT_SECONDS:g} seconds to build the "
                 f"step of a model while thread {self._owner!r} builds one, or runs one "
                 f"eagerly. If {self._owner!r} waits for {here!r} in its step, as by "
-                "join(), neither goes on: let it wait outside of the step."
+                "join(), both hang: let it wait outside of the step."
             )
         self._owner = threading.current_thread().name
 
@@ -40,47 +39,32 @@ class _Turn:
         self._lock.release()
 
 
-# For the process: models, optimizers and TensorFlow's graphs belong to no strategy.
+# Per process: models, optimizers and TensorFlow's graphs belong to no strategy.
 _turn = _Turn()
 
 
 def one_trace() -> contextlib.AbstractContextManager[None]:
-    """Waits until no other thread traces replicas; while this lasts, none does.
-
-    Raises:
-      CollectiveError: when entered, if another thread does for ten minutes.
-    """
+    """Holds the process's tracing lock; CollectiveError on entry, if another thread
+    holds it for ten minutes."""
     is_replica = (
         tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
     )
-    # The thread that traces this replica has the turn, and waits for the replica.
+    # The thread that traces this replica holds the lock and waits for the replica.
     return contextlib.nullcontext() if is_replica else _turn
 
 
-# In which order eager replicas come together: all alike, or an error that says why.
-#
-# Eager replicas run one after the other, each until it meets the others in TensorFlow's
-# `merge_call`. TensorFlow puts their n-th calls together whatever they are about: two
-# that differ end in a bare AssertionError, or in the sum of unlike tensors.
-
-
 class EagerOrder:
-    """What the replicas of one eager `strategy.run` have met for so far."""
+    """Checks that eager replicas exchange in the same order. Each runs up to its next
+    `merge_call`; TensorFlow pairs n-th calls whatever they are: two that differ end in
+    a bare AssertionError, or in a sum of unrelated tensors."""
 
     def __init__(self) -> None:
         self._first: list[str] = []
         self._met: dict[int, int] = {}
 
     def meet(self, rank: int, what: str) -> None:
-        """Notes that `rank` is about to meet the others.
-
-        Args:
-          rank: the calling replica.
-          what: for what, in words that are alike on all replicas.
-
-        Raises:
-          ConfigurationError: when another replica came for something else.
-        """
+        """Records that `rank` takes part in the exchange `what`, described equally on
+        all replicas; ConfigurationError if another replica is at a different one."""
         place = self._met.get(rank, 0)
         self._met[rank] = place + 1
         if place == len(self._first):
@@ -99,14 +83,14 @@ class EagerOrder:
 
 
 def sum_in_words(value: Any) -> str:
-    """What is summed, alike on all replicas."""
-    told = [_part_in_words(part) for part in tf.nest.flatten(value)]
-    more = f" and {len(told) - 3} more" if len(told) > 3 else ""
-    return f"a sum of {', '.join(told[:3])}{more}"
+    """Describes a sum, equally on all replicas."""
+    parts = [_part_in_words(part) for part in tf.nest.flatten(value)]
+    more = f" and {len(parts) - 3} more" if len(parts) > 3 else ""
+    return f"a sum of {', '.join(parts[:3])}{more}"
 
 
 def _part_in_words(part: Any) -> str:
-    if isinstance(part, tf.IndexedSlices):  # of as many rows as the replica has read
+    if isinstance(part, tf.IndexedSlices):  # their number of rows varies
         return f"{part.dtype.name} slices"
     tensor = tf.convert_to_tensor(part)
     return f"{tensor.dtype.name} {tensor.shape}"
