@@ -41,7 +41,7 @@ from tfdp.tools.simulator.known import MODELS as KNOWN_MODELS
 from tfdp.tools.simulator.machine import Link
 from tfdp.tools.simulator.measured import MeasuredMachine, MeasuredModel
 from tfdp.tools.simulator.model import Compute
-from tfdp.tools.simulator.step import Training, play_exchange, predict_step
+from tfdp.tools.simulator.step import Training, predict_step, simulate_exchange
 
 MODELS = ("cnn-1m", "mlp-20m", "resnet20", "transformer-1m", "words-13m")
 QUICK_MODELS = ("mlp-tiny", "words-tiny")
@@ -218,7 +218,7 @@ class _Runner:
             machine.machine_here(topology),
             algorithm="sockets",
         )
-        played = play_exchange(training, topology)
+        played = simulate_exchange(training, topology)
         return Row(
             "sum 102 MB",
             str(place),

@@ -13,7 +13,7 @@ from typing import Any
 from tfdp.checks import integer_from
 from tfdp.cluster.machine import describe_machine
 from tfdp.errors import ConfigurationError, DeviceError
-from tfdp.files.asked_for import refuse_bad_places, write_json_for
+from tfdp.files.asked_for import check_output_paths, write_json_for
 from tfdp.tools.bench.worker_process import answer
 
 __all__ = [
@@ -90,7 +90,7 @@ def run_script(
     options = parser.parse_args(words)
     try:
         places = {"--json": options.json, "--plot": getattr(options, "plot", None)}
-        refuse_bad_places(places)
+        check_output_paths(places)
         sys.exit(run(options))
     except (ConfigurationError, DeviceError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")

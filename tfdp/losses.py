@@ -18,7 +18,7 @@ from tfdp.errors import ConfigurationError
 from tfdp.tracing.loss_shares import Standing
 from tfdp.tracing.loss_suspicions import is_share
 from tfdp.tracing.replica_invariance import OWN_ROWS
-from tfdp.tracing.row_means import suspect_loss
+from tfdp.tracing.row_means import warn_about_loss
 from tfdp.tracing.run import current_run, trace_of
 
 __all__ = ["all_rows", "local_mean", "local_sum", "own_rows"]
@@ -263,7 +263,7 @@ def local_mean(loss: tf.Tensor) -> tf.Tensor:
     shares = _shares(run, rank)
     if is_share(shares, loss, "local_mean"):
         return loss
-    suspect_loss(run, rank, loss)
+    warn_about_loss(run, rank, loss)
     return loss * shares.factor(run.share_in_group(rank), loss.dtype)
 
 

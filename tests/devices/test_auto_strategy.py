@@ -14,7 +14,7 @@ import tfdp
 from tests.support.fresh_python import run_program
 from tests.support.tpu_stand_in import StandInStrategy
 from tfdp.errors import ConfigurationError, DeviceError
-from tfdp.strategies.in_words import FirstFit, describe_strategy, unsaid
+from tfdp.strategies.in_words import FirstFit, describe_strategy, without_fit_message
 
 
 def test_every_option_has_a_type_and_a_default():
@@ -140,7 +140,7 @@ def test_the_first_fit_says_it_once(monkeypatch, capfd):
 def test_trainings_that_only_compare_say_nothing(monkeypatch, capfd):
     monkeypatch.setattr(FirstFit, "_said", set())
     strategy = tfdp.DataParallelStrategy(["CPU:0", "CPU:2"])
-    with unsaid():
+    with without_fit_message():
         fitted(strategy)
     assert "tfdp:" not in capfd.readouterr().err
     fitted(strategy)

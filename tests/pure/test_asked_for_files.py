@@ -8,8 +8,8 @@ import pytest
 
 from tfdp.errors import ConfigurationError
 from tfdp.files.asked_for import (
-    refuse_bad_place,
-    refuse_bad_places,
+    check_output_path,
+    check_output_paths,
     write_json_for,
     write_text_for,
 )
@@ -22,11 +22,11 @@ def test_a_file_does_not_take_the_place_of_a_folder_or_a_device(tmp_path):
         (tmp_path / "missing" / "file", "no such folder"),
     ):
         with pytest.raises(ConfigurationError, match=f"--json .*{words}"):
-            refuse_bad_place("--json", str(path))
+            check_output_path("--json", str(path))
     (tmp_path / "file").touch()
     for path in (tmp_path / "file", tmp_path / "new", tmp_path / ("n" * 300)):
-        refuse_bad_place("--json", str(path))
-    refuse_bad_place("--json", None)
+        check_output_path("--json", str(path))
+    check_output_path("--json", None)
 
 
 def test_a_link_leads_to_the_file_that_is_written(tmp_path):
@@ -34,11 +34,11 @@ def test_a_link_leads_to_the_file_that_is_written(tmp_path):
     link.symlink_to("page")
     loop.symlink_to("loop")
     for text in ("one", "two"):  # made, and replaced
-        refuse_bad_place("--page", str(link))
+        check_output_path("--page", str(link))
         write_text_for("--page", link, text)
         assert link.is_symlink() and page.read_text("utf-8") == text
     with pytest.raises(ConfigurationError, match="a link to itself"):
-        refuse_bad_place("--page", str(loop))
+        check_output_path("--page", str(loop))
     with pytest.raises(ConfigurationError, match="cannot be written .it is no file"):
         write_text_for("--page", loop, "three")
     assert loop.is_symlink()
@@ -50,7 +50,7 @@ def test_what_a_process_has_open_is_no_place_for_a_file(tmp_path, monkeypatch):
     with (tmp_path / "page").open("w") as file:
         stream.symlink_to(f"/proc/self/fd/{file.fileno()}")
         with pytest.raises(ConfigurationError, match="a device or a pipe"):
-            refuse_bad_place("--page", str(stream))
+            check_output_path("--page", str(stream))
     device = tmp_path / "device"
     device.symlink_to(os.devnull)
     with pytest.raises(ConfigurationError, match="cannot be written .it is no file"):
@@ -61,13 +61,13 @@ def test_what_a_process_has_open_is_no_place_for_a_file(tmp_path, monkeypatch):
 def test_two_options_do_not_write_to_one_file(tmp_path):
     page, link = tmp_path / "page", tmp_path / "link"
     link.symlink_to(page)
-    refuse_bad_places({"--json": str(page), "--page": str(tmp_path / "other")})
-    refuse_bad_places({"--json": None, "--page": None})
+    check_output_paths({"--json": str(page), "--page": str(tmp_path / "other")})
+    check_output_paths({"--json": None, "--page": None})
     for other in (page, link, tmp_path / "." / "page"):
         with pytest.raises(ConfigurationError, match="--page .*: --json writes to"):
-            refuse_bad_places({"--json": str(page), "--page": str(other)})
+            check_output_paths({"--json": str(page), "--page": str(other)})
     with pytest.raises(ConfigurationError, match="that is a folder"):
-        refuse_bad_places({"--json": str(tmp_path), "--page": None})
+        check_output_paths({"--json": str(tmp_path), "--page": None})
 
 
 def test_what_was_asked_for_is_written_and_replaced(tmp_path):

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from tfdp.errors import ConfigurationError
-from tfdp.plan.communication import Communication, refuse_idle_options
+from tfdp.plan.communication import Communication, check_idle_options
 from tfdp.plan.compression import Compression
 
 
@@ -55,7 +55,7 @@ def test_what_communication_refuses(options, words):
 def test_a_link_rounds_all_gradients_alike():
     communication = Communication(compression=Rounding(min_bytes=5))
     with pytest.raises(ConfigurationError, match="rounds every gradient"):
-        refuse_idle_options(communication, hosts=2)
+        check_idle_options(communication, hosts=2)
 
 
 def test_what_a_link_does_itself():

@@ -14,7 +14,7 @@ from tfdp.tools.measuring.machine import BETWEEN_SETS, WITHIN_SETS, SumTimes, fi
 from tfdp.tools.measuring.places import Figures, Place
 from tfdp.tools.simulator.measured import MeasuredModel, read_machine
 from tfdp.tools.simulator.model import Compute, Gradient, ModelProfile
-from tfdp.tools.simulator.step import Training, play_exchange
+from tfdp.tools.simulator.step import Training, simulate_exchange
 
 CALL_SECONDS = 0.003  # from Python into TensorFlow and back
 SETS = {
@@ -32,7 +32,7 @@ def seconds_of_sum(name, processes, replicas, machine):
     training = Training(
         model, Compute(1e-12, 1e-12), machine.machine(replicas), algorithm="sockets"
     )
-    return play_exchange(training, Topology(processes, replicas)).end_seconds
+    return simulate_exchange(training, Topology(processes, replicas)).end_seconds
 
 
 class Machine:

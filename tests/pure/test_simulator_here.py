@@ -12,7 +12,7 @@ from tfdp.plan.topology import Topology
 from tfdp.tools.simulator.known import MODELS
 from tfdp.tools.simulator.machine import Link, Machine
 from tfdp.tools.simulator.model import Compute, Gradient, ModelProfile
-from tfdp.tools.simulator.step import Training, play_exchange, predict_step
+from tfdp.tools.simulator.step import Training, predict_step, simulate_exchange
 
 BUCKETS = {"bucket_bytes": 25 << 20, "first_bucket_bytes": 1 << 20}
 DENSE = dense_network("mlp-20m", (784, 4096, 4096, 10))
@@ -83,5 +83,5 @@ def test_a_sum_over_a_slow_link(model, bits_per_second, measured):
     within = Link(1e-6, 3 * 8.3e9, compute_share=1.0)
     machine = Machine("two hosts", 2, within, link, launch_seconds=1e-9)
     training = Training(model, Compute(1e-9, 1e-9), machine, algorithm="sockets")
-    found = play_exchange(training, Topology(2, 2)).end_seconds
+    found = simulate_exchange(training, Topology(2, 2)).end_seconds
     assert found == pytest.approx(measured, rel=0.10)

@@ -24,7 +24,7 @@ from tfdp.tools.simulator.measured import (
     write_machine,
 )
 from tfdp.tools.simulator.model import Compute, Gradient, ModelProfile
-from tfdp.tools.simulator.step import Training, play_exchange, predict_step
+from tfdp.tools.simulator.step import Training, predict_step, simulate_exchange
 from tfdp.tools.simulator.sums import exchange_stages, row_stages
 from tfdp.tools.tune.proposal import TrialFacts, in_order
 from tfdp.tools.tune.space import DEFAULTS, LOSSY, Setting, Space, knobs_of
@@ -138,7 +138,7 @@ def test_a_table_is_in_no_bucket_and_has_an_exchange_of_its_own():
     training = Training(model, Compute(1.0, 2.0), dataclasses.replace(
         LINKS, devices_per_host=1
     ))  # fmt: skip
-    found = play_exchange(training, Topology(2, 1))
+    found = simulate_exchange(training, Topology(2, 1))
     # Both are ready at 3: the dense one takes 6 + 20 s, the rows 3 + 10.
     assert [each.ready_seconds for each in found.buckets] == pytest.approx([3, 3])
     assert found.end_seconds == pytest.approx(3 + 26 + 13)

@@ -54,7 +54,7 @@ def test_gradients_come_as_backprop_goes():
 def test_buckets_travel_in_turn_and_the_rest_shows():
     # On 2 hosts a bucket of n bytes takes n / 1e5 s. Ready at 3, 5 and 6; the second
     # one travels from 5 to 7, the last one from 7 to 8.
-    found = step.play_exchange(TRAINING, Topology(2, 1))
+    found = step.simulate_exchange(TRAINING, Topology(2, 1))
     assert [each.start_seconds for each in found.buckets] == pytest.approx([3, 5, 7])
     assert [each.end_seconds for each in found.buckets] == pytest.approx([4, 7, 8])
     assert found.computed_seconds == pytest.approx(6.0)
@@ -71,7 +71,7 @@ def test_sums_that_take_half_of_the_computing_slow_backprop_down():
     link = dataclasses.replace(LINE.between_hosts, compute_share=0.5)
     machine = dataclasses.replace(LINE, between_hosts=link)
     training = dataclasses.replace(TRAINING, machine=machine)
-    found = step.play_exchange(training, Topology(2, 1))
+    found = step.simulate_exchange(training, Topology(2, 1))
     # From 3 to 4 the first sum: 0.5 s of the 2 s to the second gradient are done, which
     # is there at 5.5; its sum until 7.5, meanwhile the last layer's 1 s is done; at 7.5
     # the last sum, until 8.5.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdp._private.names import eager_context
-from tfdp.cluster.machine import restart_in_words
+from tfdp.cluster.machine import notebook_restart_hint
 from tfdp.errors import ConfigurationError
 
 JOB = "worker"
@@ -55,7 +55,7 @@ def start_collectives(rank: int, addresses: Sequence[str]) -> bool:
         raise ConfigurationError(
             "Communication(engine='tensorflow') on several hosts: make the strategy "
             "before anything else uses TensorFlow (tensors, variables, models, lists "
-            f"of logical devices).{restart_in_words()} TensorFlow says: {error}"
+            f"of logical devices).{notebook_restart_hint()} TensorFlow says: {error}"
         ) from error
     tf.config.list_logical_devices()  # starts the server
     _started.append(place)

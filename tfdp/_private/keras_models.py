@@ -253,7 +253,7 @@ def put_mask(tensor: Any, mask: Any) -> None:
     tensor._keras_mask = mask
 
 
-def start_anew(variable: keras.Variable, value: Any) -> None:
+def recreate_variable(variable: keras.Variable, value: Any) -> None:
     """Gives `variable` a new TensorFlow variable with `value`, created here."""
     variable._initialize(value)
 

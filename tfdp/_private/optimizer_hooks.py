@@ -22,11 +22,11 @@ UPDATE_OF_STRATEGY = "_distributed_tf_update_step"
 AVERAGE = "_update_model_variables_moving_average"
 OVERWRITE_WITH_AVERAGE = "_overwrite_model_variables_with_average_value"
 # Methods that see gradients before, and after, accumulation.
-ON_THE_WAY = (
+BEFORE_ACCUMULATION = (
     *("apply", "apply_gradients", "_filter_empty_gradients", APPLY_GRADIENTS),
     *(UPDATE_STEP, "_backend_increment_gradient_accumulators"),
 )
-IN_USE = (
+AFTER_ACCUMULATION = (
     *(CLIP, "_overwrite_variables_directly_with_gradients", UPDATE_OF_STRATEGY),
     *("assign", "assign_add", "assign_sub"),
 )

@@ -236,7 +236,7 @@ def _of_ranks(name: str, of_ranks: OfRanks) -> Entry:
             of_ranks.assign_rows(rows.own)
             return
         value = rows.all[0]
-        if not of_ranks.is_alike:
+        if not of_ranks.is_identical:
             # The total must still be sent, by any replicas.
             value = rows.all.sum(axis=0) / np.asarray(rows.replicas, rows.all.dtype)
         of_ranks.assign_rows([value] * len(of_ranks.copies))

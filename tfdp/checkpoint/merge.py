@@ -36,7 +36,7 @@ from tfdp.checkpoint.parts import (
 from tfdp.checkpoint.restored import check_parts, open_parts, restore_entries
 from tfdp.data.places import Place, place_of
 from tfdp.errors import CheckpointWarning, ConfigurationError, DataError, TfdpError
-from tfdp.files.asked_for import refuse_bad_place
+from tfdp.files.asked_for import check_output_path
 from tfdp.files.atomic import replaced, temporary
 from tfdp.progress_bar import progress_bar
 
@@ -137,7 +137,7 @@ def _check_target(target: Path) -> None:
         raise ConfigurationError(
             f"There is no folder {target.parent} to write {target.name} to. Make it."
         )
-    refuse_bad_place("The file", str(target))
+    check_output_path("The file", str(target))
 
 
 class _Part:

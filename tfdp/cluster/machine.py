@@ -40,7 +40,7 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def restart_in_words() -> str:
+def notebook_restart_hint() -> str:
     """Advice for a notebook, in which TensorFlow stays initialized; "" elsewhere."""
     is_notebook = hasattr(builtins, "__IPYTHON__")  # IPython sets it
     text = " In a notebook, restart the kernel, and run this cell first."

@@ -76,7 +76,7 @@ class Method(Compression, abc.ABC):
 
     #: The slots that are the same on all peers at all times. Others belong to the peer,
     #: in units of its gradients.
-    alike_slots: ClassVar[frozenset[str]] = frozenset()
+    replicated_slots: ClassVar[frozenset[str]] = frozenset()
 
     def slots(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
         """The shapes of the state of a variable of this `shape`; it starts as 0."""

@@ -58,7 +58,7 @@ class PowerSGD(Method):
     ```
     """
 
-    alike_slots: ClassVar[frozenset[str]] = frozenset({"q"})
+    replicated_slots: ClassVar[frozenset[str]] = frozenset({"q"})
 
     rank: int = 1
     start_step: int = 10

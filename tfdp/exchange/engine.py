@@ -293,7 +293,7 @@ class CallNumbers:
         `tensors` have equal shapes on all replicas. Raises `CollectiveError` where
         `what` or shapes differ from those of another replica; "": they may differ.
         """
-        name = name_of_exchanges()
+        name = current_exchange_name()
         if name is None:
             number = self._counts[rank]
             self._counts[rank] += 1
@@ -340,7 +340,7 @@ def exchanges_of(name: str) -> Iterator[None]:
     The name is the same on all replicas; several exchanges of one name are counted. "":
     by order.
     """
-    before = name_of_exchanges()
+    before = current_exchange_name()
     _local.name = name
     try:
         yield
@@ -348,6 +348,6 @@ def exchanges_of(name: str) -> Iterator[None]:
         _local.name = before
 
 
-def name_of_exchanges() -> str | None:
+def current_exchange_name() -> str | None:
     """The name that the calling replica's next exchange gets; None: by order."""
     return getattr(_local, "name", None) or None

@@ -145,7 +145,7 @@ def pad_shard(piece: tf.Tensor, layout: ShardLayout, part: int) -> tf.Tensor:
     return tf.pad(piece, [[0, missing]]) if missing else piece
 
 
-def piece_of(whole: tf.Tensor, layout: ShardLayout, part: Any) -> tf.Tensor:
+def shard_of(whole: tf.Tensor, layout: ShardLayout, part: Any) -> tf.Tensor:
     """Shard `part` of `whole`, flat and padded; `part` is a tensor on a TPU."""
     if not isinstance(part, int):
         size = layout.shard_elements
@@ -155,13 +155,13 @@ def piece_of(whole: tf.Tensor, layout: ShardLayout, part: Any) -> tf.Tensor:
     return pad_shard(cut(tf.reshape(whole, [-1]), layout, part), layout, part)
 
 
-def own_piece(whole: tf.Tensor, layout: ShardLayout, part: int) -> tf.Tensor:
+def copied_shard(whole: tf.Tensor, layout: ShardLayout, part: int) -> tf.Tensor:
     """A copy of shard `part` of `whole`.
 
     An aligned piece is a view: a variable that takes it over and updates it in place
     would keep the memory of the whole tensor.
     """
-    copied = tf.raw_ops.DeepCopy(x=piece_of(whole, layout, part))
+    copied = tf.raw_ops.DeepCopy(x=shard_of(whole, layout, part))
     if not isinstance(copied, tf.__internal__.EagerTensor):
         # TensorFlow treats it as stateful: a replica that cuts a gathered tensor would
         # wait for another's copy, which waits for the gathering.

@@ -18,11 +18,11 @@ from tfdp.files.checked_json import write_json
 MOST_LINKS = 40  # the limit of symbolic links that Linux follows
 
 
-def refuse_bad_places(places: Mapping[str, str | None]) -> None:
-    """As `refuse_bad_place` for each option's path; also rejects a shared path."""
+def check_output_paths(places: Mapping[str, str | None]) -> None:
+    """As `check_output_path` for each option's path; also rejects a shared path."""
     taken: dict[str, str] = {}
     for option, path in places.items():
-        refuse_bad_place(option, path)
+        check_output_path(option, path)
         if path is None:
             continue
         other = taken.setdefault(os.path.realpath(path), option)
@@ -32,7 +32,7 @@ def refuse_bad_places(places: Mapping[str, str | None]) -> None:
             )
 
 
-def refuse_bad_place(option: str, path: str | None) -> None:
+def check_output_path(option: str, path: str | None) -> None:
     """A `ConfigurationError` naming `option`, before the work, for a bad `path`."""
     if path is None:
         return

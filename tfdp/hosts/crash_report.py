@@ -71,7 +71,7 @@ def listen() -> None:
     sys.excepthook = note
 
 
-def lost_another() -> None:
+def note_lost_worker() -> None:
     """Records that a worker was lost: a later error is a consequence of that."""
     _State.has_lost_another = True
 

@@ -23,7 +23,7 @@ from tfdp.hosts.buffers import BufferPool, put_own, views_of, wholes_of
 from tfdp.hosts.channel import Channel, drain
 from tfdp.hosts.checked_wire import DamagedBlockError, crc32c
 from tfdp.hosts.collective_fingerprint import CollectiveMismatch, fingerprint_of
-from tfdp.hosts.crash_report import lost_another
+from tfdp.hosts.crash_report import note_lost_worker
 from tfdp.hosts.host_link import (
     CHANNELS,
     MOST_GATHERED_BYTES,
@@ -147,7 +147,7 @@ class SocketLink(HostLink):
         except OSError as error:
             if self._is_closed:
                 raise closed(self.rank, f"it waited for a note on {key!r}") from error
-            lost_another()
+            note_lost_worker()
             raise WorkerLostError(
                 f"Worker {self.rank} waited for the others' notes on {key!r}: {error}. "
                 "Look at their output for the first error."

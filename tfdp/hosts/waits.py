@@ -14,7 +14,7 @@ from tfdp.errors import CollectiveError
 from tfdp.hosts.channel import Channel
 from tfdp.hosts.checked_wire import DamagedBlockError
 from tfdp.hosts.collective_fingerprint import CollectiveMismatch, difference
-from tfdp.hosts.crash_report import lost_another
+from tfdp.hosts.crash_report import note_lost_worker
 from tfdp.hosts.membership import Membership
 from tfdp.hosts.worker_names import name_workers
 
@@ -99,7 +99,7 @@ def log_lost(rank: int, waited_seconds: float, exchange: str, reason: str) -> st
 
     TensorFlow buries the error of a Python call, or of a collective, in its own.
     """
-    lost_another()
+    note_lost_worker()
     message = (
         f"Worker {rank} waited {waited_seconds:.1f} seconds in {exchange} for the "
         f"others: {reason}. Training cannot go on without it; look at that worker's "

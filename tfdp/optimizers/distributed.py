@@ -23,7 +23,7 @@ from tfdp.optimizers.apart import (
     refuse_with_sync,
 )
 from tfdp.sharding.updates import ACCUMULATOR_NAME, shards_of
-from tfdp.step.buffer_synchronization import bring_layers_together
+from tfdp.step.buffer_synchronization import synchronize_layer_state
 from tfdp.step.finite_guard import update_if_finite
 from tfdp.step.local_run import has_no_effect
 from tfdp.step.local_sgd import Rounds
@@ -240,7 +240,9 @@ class DistributedOptimizer(hooks.LossScaleHooks):
             gradients = self._reduced(gradients, variables, weight)
         elif found is not None:
             rounds = self._rounds
-            bring = rounds.bring_layers_together if rounds else bring_layers_together
+            bring = (
+                rounds.synchronize_layer_state if rounds else synchronize_layer_state
+            )
             bring(*found)
         for index, gradient in zip(indices, gradients, strict=True):
             if gradient is not None:

@@ -19,7 +19,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "compression_across": ACROSS,
     "repeated_rows": ("auto", "sum"),
 }
-# By option: the values that can act, and why others cannot. See `refuse_idle_options`.
+# By option: the values that can act, and why others cannot. See `check_idle_options`.
 ON_ONE_HOST = {
     "engine": (
         ("auto", "in_process", "tensorflow"),
@@ -224,7 +224,7 @@ of at least 1. Received: 0.
         return stated
 
 
-def refuse_idle_options(communication: Communication, hosts: int) -> None:
+def check_idle_options(communication: Communication, hosts: int) -> None:
     """Raises `ConfigurationError` for the first option without effect on `hosts` hosts.
 
     Bounds (bucket sizes, seconds) are exempt. docs/options.md has the table.
@@ -280,7 +280,7 @@ def _idle_options(
     }
 
 
-def refuse_compressed_shards(
+def check_compressed_shards(
     communication: Communication, shard: str, hosts: int
 ) -> None:
     """Raises `ConfigurationError` for compressed, not just rounded shards."""

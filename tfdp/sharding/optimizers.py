@@ -69,7 +69,9 @@ def check_shardable(optimizer: Optimizer) -> None:
 
 def check_own_hooks(optimizer: Optimizer) -> None:
     """Refuses a user class's hooks that would receive shards of gradients."""
-    own = own_look_at_gradients(optimizer, (*hooks.ON_THE_WAY, *hooks.IN_USE))
+    own = find_gradient_hook(
+        optimizer, (*hooks.BEFORE_ACCUMULATION, *hooks.AFTER_ACCUMULATION)
+    )
     if own is not None:
         raise ConfigurationError(
             f"The optimizer {type(optimizer).__name__} cannot update shards: its own "
@@ -84,7 +86,7 @@ def check_own_hooks(optimizer: Optimizer) -> None:
         )
 
 
-def own_look_at_gradients(optimizer: Optimizer, methods: Sequence[str]) -> str | None:
+def find_gradient_hook(optimizer: Optimizer, methods: Sequence[str]) -> str | None:
     """The first of `methods` that a user class defines, unless it is elementwise."""
     if getattr(optimizer, "is_elementwise", False):
         return None

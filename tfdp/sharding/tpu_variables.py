@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfdp._private.names import current_rank
 from tfdp._private.tpu_names import assign_in_replica, in_tpu_replica, read_stored
-from tfdp.exchange.packing import piece_of
+from tfdp.exchange.packing import shard_of
 from tfdp.sharding.variables import ShardedVariable, ShardUpdatedVariable, updating_rank
 from tfdp.variables.tpu import AssignedInReplica, TPUReplicaVariable
 
@@ -49,7 +49,7 @@ class TPUShardedVariable(AssignedInReplica, ShardedVariable):
     def assign_here(self, value: Any, name: str | None, read_value: bool) -> Any:
         value = tf.cast(value, self.dtype)
         if updating_rank() is None:
-            value = piece_of(value, self.layout, current_rank())
+            value = shard_of(value, self.layout, current_rank())
         value = tf.ensure_shape(value, [self.layout.shard_elements])
         return assign_in_replica(self, value, False, name, read_value)
 
@@ -66,7 +66,7 @@ class TPUShardUpdatedVariable(TPUReplicaVariable, ShardUpdatedVariable):
         rank = updating_rank()
         if rank is None or not in_tpu_replica():
             return whole
-        return piece_of(whole, self.layout, rank)
+        return shard_of(whole, self.layout, rank)
 
 
 def tpu_shard_class(shard_class: type) -> type:

@@ -15,7 +15,7 @@ from tfdp._private.keras_layers import autocast_dtype
 from tfdp._private.optimizer_hooks import strategy_of
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.engine import exchanges_of
-from tfdp.exchange.packing import own_piece, piece_of
+from tfdp.exchange.packing import copied_shard, shard_of
 from tfdp.exchange.reducer import Reducer
 from tfdp.plan.shards import Sharding, ShardLayout
 from tfdp.sharding.variables import (
@@ -131,7 +131,7 @@ class ShardUpdates:
                 common["name"] = f"{first}/replica_{rank}/"
             with names.stop_recording():
                 with tf.device(variable_class.cutting_device or device):
-                    own = own_piece(value, layout, self.part_of(rank))
+                    own = copied_shard(value, layout, self.part_of(rank))
                 with tf.device(device):
                     shards.append(next_creator(**common, initial_value=own))
         none = tf.VariableAggregation.NONE
@@ -174,7 +174,7 @@ class ShardUpdates:
                 run.eager_order.meet(rank, f"the gradient of {variable.name}")
                 context = tf.distribute.get_replica_context()
                 total = context.all_reduce("SUM", upstream)
-                own = piece_of(total, layout, self.part_of(rank))
+                own = shard_of(total, layout, self.part_of(rank))
             run.shard_gradients[trace_of(rank)][key_of(own)] = own
             return own
 
@@ -212,7 +212,7 @@ class ShardUpdates:
         dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
         totals = context.all_reduce("SUM", dense)
         return [
-            piece_of(total, layout, self.part_of(rank))
+            shard_of(total, layout, self.part_of(rank))
             for total, layout in zip(totals, layouts, strict=True)
         ]
 
@@ -359,7 +359,7 @@ class ShardView:
         self.graph = tf.compat.v1.get_default_graph()
         self.is_assigned = False
         with tf.device(copy_.device):
-            self._value = piece_of(copy_.read_value(), variable.layout, part)
+            self._value = shard_of(copy_.read_value(), variable.layout, part)
 
     def _distributed_container(self) -> ShardUpdatedVariable:
         # Keras uses this to find the optimizer slots of the variable.

@@ -33,7 +33,7 @@ from tfdp._private.names import (
     variable_accessed,
 )
 from tfdp.errors import ConfigurationError
-from tfdp.exchange.packing import own_piece, piece_of
+from tfdp.exchange.packing import copied_shard, shard_of
 from tfdp.plan.shards import ShardLayout
 from tfdp.variables.local_view import in_replica_of
 from tfdp.variables.mirrored import ReplicaMirroredVariable, before_storing
@@ -195,7 +195,7 @@ class ShardedVariable(DistributedVariable):
         for rank in self._ranks_here():
             device = self._values[rank].device
             with tf.device(self.cutting_device or device):
-                own = own_piece(whole, self.layout, self._shards.part_of(rank))
+                own = copied_shard(whole, self.layout, self._shards.part_of(rank))
             with tf.device(device):
                 update_fn(self._values[rank], own, **kwargs)
         return self
@@ -269,7 +269,7 @@ class ShardUpdatedVariable(ReplicaMirroredVariable):
         part = self.distribute_strategy.extended.shards.part_of(rank)
         # An update on the host copies the piece, not the whole.
         with tf.device(self._values[rank].device):
-            return piece_of(self._values[rank].read_value(), self.layout, part)
+            return shard_of(self._values[rank].read_value(), self.layout, part)
 
     def value(self) -> tf.Tensor:
         if self._is_read_as_stored():

@@ -47,7 +47,7 @@ class AsyncMeans(tf.Module):
     def grow(self, shape: Sequence[int], dtype: tf.DType) -> None:
         given = shape, self._devices, dtype
         if self._late is None:
-            self.kept.append(OfRanks(*given, is_alike=True))
+            self.kept.append(OfRanks(*given, is_identical=True))
         else:
             place = len(self.kept)
             self.kept.append(_Late(self._late.sums, self._ticket, place, *given))
@@ -89,7 +89,7 @@ class _Late(OfRanks):
         devices: Any,
         of: Any,
     ):
-        super().__init__(shape, devices, of, is_alike=True)
+        super().__init__(shape, devices, of, is_identical=True)
         self._late, self._ticket, self._place = late, ticket, place
 
     def rows(self) -> tf.Tensor:

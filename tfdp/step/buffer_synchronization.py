@@ -25,7 +25,7 @@ from tfdp.tracing.dependencies import DependsOn, is_of_own_rows, stored_from_sha
 from tfdp.tracing.replica_invariance import outermost
 from tfdp.tracing.row_means import is_no_mean_over_rows, is_sum_over_rows, rows_of
 from tfdp.tracing.run import ReplicaRun, trace_of
-from tfdp.tracing.trace_order import sum_in_words
+from tfdp.tracing.trace_order import describe_sum
 
 
 def with_synchronized_buffers(step: Callable, run: ReplicaRun) -> Callable:
@@ -66,7 +66,7 @@ def _of_rows(run: ReplicaRun, rank: int, ids: set[int]) -> set[int]:
     return found
 
 
-def bring_layers_together(run: ReplicaRun, rank: Any) -> None:
+def synchronize_layer_state(run: ReplicaRun, rank: Any) -> None:
     """Synchronizes buffers before gradients are accumulated: with the gradients they
     would be summed once per accumulation, weighted by the rows of the last batch."""
     if run.replicas > 1 and not run.is_local:
@@ -79,7 +79,7 @@ def all_reduce_buffers(state: Sequence[Any], run: ReplicaRun, rank: Any) -> None
         return
     shares = weighted_state(state, run, rank)
     if tf.executing_eagerly():
-        run.eager_order.meet(rank, sum_in_words(shares))
+        run.eager_order.meet(rank, describe_sum(shares))
         context = tf.distribute.get_replica_context()
         means = context.all_reduce(tf.distribute.ReduceOp.SUM, shares)
     else:

@@ -139,7 +139,7 @@ class StepCall:
         made_metrics: Sequence[keras.metrics.Metric],
     ) -> Iterator[Any]:
         """Within this, optimizers reduce first, and losses are weighted by rows; yields
-        the recorded reports, see `reports.whole_logs`."""
+        the recorded reports, see `reports.reduce_logs`."""
         arguments = (self.args, self.kwargs)
         step = as_the_caller_is(self.step)
         built_before = 0 if tf.executing_eagerly() else len(operations())

@@ -38,7 +38,7 @@ class CompressionState(tf.Module):
     def __init__(self, compressed: CompressedSums):
         super().__init__()
         self._compressed = compressed
-        self.steps = OfRanks([], compressed.devices, tf.int64, is_alike=True)
+        self.steps = OfRanks([], compressed.devices, tf.int64, is_identical=True)
         # By index: names depend on what a process has created before.
         self.of_variables: dict[str, OfVariable] = {}
 
@@ -66,7 +66,7 @@ class OfVariable(tf.Module):
         super().__init__()
         self.residual = OfRanks(shape, devices) if method.error_feedback else None
         self.slots = {
-            name: OfRanks(slot, devices, is_alike=name in method.alike_slots)
+            name: OfRanks(slot, devices, is_identical=name in method.replicated_slots)
             for name, slot in method.slots(shape).items()
         }
 
@@ -246,7 +246,7 @@ def refuse_eager_compression(optimizer: Optimizer) -> None:
 
 def _unit_of(slot: OfRanks, unit: tf.Tensor | None) -> tf.Tensor | None:
     """Replicated slots are directions, which have no unit."""
-    return None if slot.is_alike else unit
+    return None if slot.is_identical else unit
 
 
 def _times(value: Any, unit: tf.Tensor | None) -> Any:

@@ -323,7 +323,7 @@ def with_unified_shapes(arguments: Any, run: ReplicaRun) -> Any:
     """
     if tf.executing_eagerly() or run.counts is None:
         return arguments
-    may_differ = run.spans_hosts and not run.hosts_are_alike
+    may_differ = run.spans_hosts and not run.hosts_are_equal
     if len(run.counts) == 1 and not may_differ:
         return arguments
     # Replicas without rows have a dummy row.

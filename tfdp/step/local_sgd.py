@@ -166,8 +166,8 @@ class Rounds:
             for part, gradient in zip(parts, gradients, strict=True)
         ]
 
-    def bring_layers_together(self, run: ReplicaRun, rank: int) -> None:
-        """See `buffer_synchronization.bring_layers_together`; within the group."""
+    def synchronize_layer_state(self, run: ReplicaRun, rank: int) -> None:
+        """See `buffer_synchronization.synchronize_layer_state`; within the group."""
         state = self._take_state(run, rank)
         start = self.sync.start_step
         if not state or (run.group_size == 1 and not start):

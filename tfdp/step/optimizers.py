@@ -24,8 +24,8 @@ from keras.optimizers import Optimizer
 from tfdp._private.instance_attributes import instance_attributes
 from tfdp._private.names import current_rank, is_branch_graph, keras_state
 from tfdp._private.optimizer_hooks import (
+    BEFORE_ACCUMULATION,
     CLIP,
-    ON_THE_WAY,
     REDUCE,
     by_keras,
     strategy_of,
@@ -37,13 +37,13 @@ from tfdp.sharding.optimizers import (
     check_own_hooks,
     check_shardable,
     clip_over_shards,
+    find_gradient_hook,
     is_own,
-    own_look_at_gradients,
     shard_overrides,
 )
 from tfdp.sharding.updates import shards_of
 from tfdp.sharding.variables import shard_kind
-from tfdp.step.buffer_synchronization import bring_layers_together
+from tfdp.step.buffer_synchronization import synchronize_layer_state
 from tfdp.step.compression import momentum_compression_of
 from tfdp.step.find_optimizers import innermost_optimizers
 from tfdp.step.finite_guard import update_if_finite
@@ -155,7 +155,7 @@ def _apply(
     else:
         if run.replicas > 1:
             _refuse_own_look(optimizer)
-        bring_layers_together(run, current_rank())
+        synchronize_layer_state(run, current_rank())
 
     built_with = variables or variables_built_with(optimizer)
 
@@ -179,7 +179,7 @@ def _refuse_own_reduction(optimizer: Optimizer) -> None:
 
 def _refuse_own_look(optimizer: Optimizer) -> None:
     for leaf in (optimizer, *innermost_optimizers(optimizer)):
-        own = own_look_at_gradients(leaf, ON_THE_WAY)
+        own = find_gradient_hook(leaf, BEFORE_ACCUMULATION)
         if own is not None:
             raise ConfigurationError(
                 f"The optimizer {type(leaf).__name__} has {own} of its own, and "

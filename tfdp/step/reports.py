@@ -227,7 +227,7 @@ _UPDATES: dict[Any, Callable[..., Any]] = {
 }
 
 
-def whole_logs(
+def reduce_logs(
     logs: Any,
     run: ReplicaRun,
     noted: NotedResults,

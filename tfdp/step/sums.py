@@ -28,7 +28,7 @@ from tfdp.tracing.loss_shares import ancestors, inputs_of, key_of
 from tfdp.tracing.loss_suspicions import note_local_gradients
 from tfdp.tracing.replica_invariance import is_exchanged, outermost
 from tfdp.tracing.run import ReplicaRun, current_run, trace_of
-from tfdp.tracing.trace_order import sum_in_words
+from tfdp.tracing.trace_order import describe_sum
 
 # The kinds of variables with gradients of the variable's shape.
 WHOLE_GRADIENTS = (None, ShardUpdatedVariable)
@@ -155,7 +155,7 @@ def _sum_gradients(
     refuse_eager_compression(optimizer)
     if found is not None:
         run, rank = found
-        run.eager_order.meet(rank, sum_in_words([*gradients, *state]))
+        run.eager_order.meet(rank, describe_sum([*gradients, *state]))
     context = tf.distribute.get_replica_context()
     sums = context.all_reduce(tf.distribute.ReduceOp.SUM, [*gradients, *state])
     return as_requested(sums[: len(gradients)]), sums[len(gradients) :]
@@ -202,7 +202,7 @@ WHAT_TO_DO = (
 )
 
 
-def is_made_of_shards(run: ReplicaRun, rank: Any, value: Any) -> bool:
+def depends_on_shards(run: ReplicaRun, rank: Any, value: Any) -> bool:
     """Whether `value`, in a graph, depends on gradients of sharded weights, and so not
     on the replica's own rows; exchanges excluded."""
     shards = run.shard_gradients[trace_of(rank)]

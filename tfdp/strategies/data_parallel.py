@@ -14,9 +14,9 @@ from tfdp.exchange.pipeline import GradientPipeline
 from tfdp.plan.buckets import Bucket
 from tfdp.plan.communication import (
     Communication,
+    check_compressed_shards,
+    check_idle_options,
     checked_communication,
-    refuse_compressed_shards,
-    refuse_idle_options,
     uncompressed,
 )
 from tfdp.plan.shards import Sharding, sharding_of
@@ -121,7 +121,7 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
     def _make_cross_device_ops(
         self, communication: Communication
     ) -> HierarchicalAllReduce:
-        refuse_idle_options(communication, hosts=1)
+        check_idle_options(communication, hosts=1)
         # Reductions outside replicas are not of gradients.
         return HierarchicalAllReduce(uncompressed(communication))
 
@@ -132,7 +132,7 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
         cross_device_ops: HierarchicalAllReduce,
         draws_per_replica: bool,
     ) -> DataParallelExtended:
-        refuse_compressed_shards(communication, self.shard, hosts=1)
+        check_compressed_shards(communication, self.shard, hosts=1)
         pipeline = cross_device_ops.pipeline(devices)
         self._pipeline = self.pipeline_of(pipeline, communication)
         return DataParallelExtended(

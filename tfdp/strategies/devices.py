@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdp.checks import is_whole
-from tfdp.cluster.machine import restart_in_words, usable_cores
+from tfdp.cluster.machine import notebook_restart_hint, usable_cores
 from tfdp.cluster.nvidia import driver_gpus, explain_unseen_gpus
 from tfdp.errors import ConfigurationError, DeviceError, DeviceWarning
 
@@ -60,7 +60,7 @@ def use_virtual_devices(count: int) -> list[str]:
             f"use_virtual_devices({count}) came too late: TensorFlow has already "
             f"started with {present} logical CPU(s), and devices are fixed then. Call "
             "it before creating a tensor, model or strategy (right after the "
-            f"imports).{restart_in_words()}"
+            f"imports).{notebook_restart_hint()}"
         ) from error
     return names
 
@@ -138,7 +138,7 @@ def find_devices(devices: Sequence[str] | None = None) -> tuple[str, ...]:
             raise DeviceError(
                 f"There is no device {given!r}. Present: {', '.join(short)}. For more "
                 "logical CPUs call tfdp.use_virtual_devices(n) before TensorFlow "
-                f"starts.{restart_in_words()}"
+                f"starts.{notebook_restart_hint()}"
             )
     if len(set(full_names)) != len(full_names):
         raise DeviceError(

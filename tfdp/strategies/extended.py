@@ -18,9 +18,9 @@ from tfdp.plan.shards import Sharding
 from tfdp.sharding.updates import SHARD_CLASSES, ShardUpdates
 from tfdp.sharding.variables import ShardedVariable
 from tfdp.step.local_run import refuse_in_local_run
-from tfdp.step.sums import is_made_of_shards, refuse_sum_of_shards
+from tfdp.step.sums import depends_on_shards, refuse_sum_of_shards
 from tfdp.strategies.replica_extended import ReplicaExtended
-from tfdp.tracing.effect_order import ReplicaEffects, suspect_shared
+from tfdp.tracing.effect_order import ReplicaEffects, warn_about_shared
 from tfdp.tracing.run import ReplicaRun
 from tfdp.tracing.trace_order import EagerOrder
 from tfdp.variables.global_seed import independent_draws, with_global_seed
@@ -95,7 +95,7 @@ class DataParallelExtended(ReplicaExtended, names.MirroredExtended):
             effects = ReplicaEffects()
             fn = effects.seen(with_global_seed(fn, draw_as))
             result = super()._call_for_each_replica(fn, args, kwargs)
-            suspect_shared(self.current_run, effects.put_in_order())
+            warn_about_shared(self.current_run, effects.put_in_order())
         if not tf.executing_eagerly():
             self.reducer.end_run()
         return result
@@ -167,7 +167,7 @@ def _to_reduce(run: ReplicaRun, rank: Any, reduce_op: Any, value: Any) -> Any:
         return value
     return tf.nest.map_structure(
         lambda part: (
-            part if is_made_of_shards(run, rank, part) else run.parts_to_sum(rank, part)
+            part if depends_on_shards(run, rank, part) else run.parts_to_sum(rank, part)
         ),
         value,
     )

@@ -13,8 +13,8 @@ from tfdp.exchange.choose_engine import make_engine
 from tfdp.exchange.pipeline import GradientPipeline
 from tfdp.plan.communication import (
     Communication,
+    check_idle_options,
     checked_communication,
-    refuse_idle_options,
 )
 from tfdp.plan.topology import Topology
 from tfdp.strategies.devices import find_devices
@@ -53,7 +53,7 @@ class HierarchicalAllReduce(tf.distribute.ReductionToOneDevice):
     def __init__(self, communication: Communication | None = None):
         super().__init__()
         self.communication = checked_communication(communication)
-        refuse_idle_options(self.communication, hosts=1)
+        check_idle_options(self.communication, hosts=1)
         if self.communication.compression is not None:
             raise ConfigurationError(
                 "HierarchicalAllReduce gets gradients without their variables, so it "

@@ -48,7 +48,7 @@ _unsaid: list[bool] = []
 
 
 @contextlib.contextmanager
-def unsaid() -> Iterator[None]:
+def without_fit_message() -> Iterator[None]:
     """Within this context no `fit` prints a message: for comparisons."""
     _unsaid.append(True)
     try:

@@ -31,9 +31,9 @@ from tfdp.hosts.host_link import HostLink
 from tfdp.hosts.python_calls import let_calls_end_at_exit
 from tfdp.plan.communication import (
     Communication,
+    check_compressed_shards,
+    check_idle_options,
     checked_communication,
-    refuse_compressed_shards,
-    refuse_idle_options,
     uncompressed,
 )
 from tfdp.plan.shards import SHARD_GROUPS, Sharding, sharding_of
@@ -140,7 +140,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
             devices_per_host = found.devices_per_worker
         self._requested_devices = devices_per_host
         communication = checked_communication(communication)
-        refuse_idle_options(communication, found.workers)
+        check_idle_options(communication, found.workers)
         self._compares_hosts = communication.compare_hosts
         try:
             super().__init__(
@@ -243,7 +243,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
                 "has one. Give every process several devices (devices_per_host=4, or "
                 "tfdp launch --devices-per-worker 4), or use shard_group='all'."
             )
-        refuse_compressed_shards(communication, self.shard, self.hosts)
+        check_compressed_shards(communication, self.shard, self.hosts)
 
     def _extended_over(
         self,
@@ -423,7 +423,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
             return
         run.replicas = self.num_replicas_in_sync
         if run.counts is not None:
-            run.spans_hosts, run.hosts_are_alike = True, self._hosts_are_alike
+            run.spans_hosts, run.hosts_are_equal = True, self._hosts_are_alike
             total = tf.cast(run.total, tf.int32)
             run.total = self._group.sum(total, "number of samples")
 

@@ -15,7 +15,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 
-from tfdp.cluster.machine import restart_in_words
+from tfdp.cluster.machine import notebook_restart_hint
 from tfdp.errors import TooLateWarning
 
 STDERR_DESCRIPTOR = 2
@@ -51,7 +51,7 @@ def quiet() -> None:
             warnings.warn(
                 "tfdp.quiet() was called after TensorFlow was imported and had written "
                 "its lines. Call it before `import keras` and `import tensorflow`."
-                + restart_in_words(),
+                + notebook_restart_hint(),
                 TooLateWarning,
                 stacklevel=2,
             )

@@ -43,7 +43,7 @@ from tfdp.step.local_run import begin_local_run
 from tfdp.step.losses import loss_replica_count, note_of_one_replica
 from tfdp.step.own_branches import refuse_own_branches
 from tfdp.step.predictions import joined_outputs, parts_of_one_shape, why_not_joined
-from tfdp.step.reports import whole_logs
+from tfdp.step.reports import reduce_logs
 from tfdp.strategies import scope
 from tfdp.strategies.in_words import FirstFit, describe_strategy
 from tfdp.strategies.scope import adopt_state
@@ -53,7 +53,7 @@ from tfdp.tracing import keras_steps
 from tfdp.tracing.loss_suspicions import why_loss_seems_local
 from tfdp.tracing.padded_batch import without_padding
 from tfdp.tracing.run import ReplicaRun
-from tfdp.tracing.trace_order import one_trace, sum_in_words
+from tfdp.tracing.trace_order import describe_sum, one_trace
 
 
 class ReplicaContextStrategy(tf.distribute.Strategy):
@@ -197,7 +197,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         if call.is_reported and run.replicas > 1:
             # In local training, a step's logs are this host's.
             over_hosts = None if run.is_local else self._sum_of_logs
-            result = whole_logs(
+            result = reduce_logs(
                 result, run, noted, self.experimental_local_results, over_hosts
             )
         if call.optimizers or call.model is not None:
@@ -365,7 +365,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         context, run = tf.distribute.get_replica_context(), self.extended.current_run
         value = run.own_part(rank, value)
         if tf.executing_eagerly():
-            run.eager_order.meet(rank, sum_in_words(value))
+            run.eager_order.meet(rank, describe_sum(value))
         if run.is_local:
             is_single = run.group_size == 1
             return value if is_single else self.extended.reducer.sum_within(value, rank)

@@ -163,7 +163,7 @@ def _recreate(
         with tf.init_scope():
             value = variable.numpy()
             with strategy.scope():
-                keras_models.start_anew(variable, value)
+                keras_models.recreate_variable(variable, value)
 
 
 # A model may hold its optimizers in a dictionary, or a step a metric in a closure, so a

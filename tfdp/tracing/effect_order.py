@@ -377,7 +377,7 @@ ADDITIONS = ("AssignAddVariableOp", "AssignSubVariableOp")
 EXTREMES = ("Maximum", "Minimum")
 
 
-def suspect_shared(run: ReplicaRun, shared: Mapping[Any, Ops]) -> None:
+def warn_about_shared(run: ReplicaRun, shared: Mapping[Any, Ops]) -> None:
     """Warns of variables made outside of the scope, which each replica updates."""
     for handle, group in shared.items():
         found = [what for op in group if (what := _problem_of(run, op))]

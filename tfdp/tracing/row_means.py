@@ -105,7 +105,7 @@ def _is_no_mean_of_own(
     return is_none and is_of_own_rows(run.batches, trace_of(rank), number)
 
 
-def suspect_loss(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> None:
+def warn_about_loss(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> None:
     """Warns of a loss for `local_mean` that is not a mean over rows."""
     if _is_no_mean_of_own(run, rank, loss, rows_of(run, rank)):
         run.suspicions.add(

@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp._private.names import current_rank, in_compiled_function
-from tfdp.exchange.engine import name_of_exchanges
+from tfdp.exchange.engine import current_exchange_name
 from tfdp.tracing.loss_shares import LossShares
 from tfdp.tracing.padded_batch import Padding
 from tfdp.tracing.trace_order import EagerOrder
@@ -30,14 +30,14 @@ class ReplicaRun:
         scalar int32 tensors; None when no batch was passed in.
       total: their sum over all hosts.
       spans_hosts: whether other hosts have replicas of this run.
-      hosts_are_alike: whether every host certainly has the same number of rows.
+      hosts_are_equal: whether every host certainly has the same number of rows.
     """
 
     replicas: int
     counts: list[Any] | None = None
     total: Any = None
     spans_hosts: bool = False
-    hosts_are_alike: bool = False
+    hosts_are_equal: bool = False
     #: Whether there is one replica on one host: its values are the global ones.
     is_of_one: bool = False
     #: Traces whose loss was scaled to its share of the global one.
@@ -372,7 +372,7 @@ def name_of_gradient() -> str:
     if found is None:
         return ""
     run, rank = found
-    within = name_of_exchanges() or ""
+    within = current_exchange_name() or ""
     run.exchanges_due[trace_of(rank), within] += 1
     return f"{within}{run.exchanges_due[trace_of(rank), within]}."
 

@@ -82,7 +82,7 @@ class EagerOrder:
             )
 
 
-def sum_in_words(value: Any) -> str:
+def describe_sum(value: Any) -> str:
     """Describes a sum, equally on all replicas."""
     parts = [_part_in_words(part) for part in tf.nest.flatten(value)]
     more = f" and {len(parts) - 3} more" if len(parts) > 3 else ""

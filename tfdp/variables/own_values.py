@@ -109,7 +109,7 @@ class OfRanks(tf.Module):
     """One variable per replica of this process, on its device.
 
     A checkpoint holds one tensor, [replicas, ...]. Read by another number of replicas,
-    each gets an equal part of the sum, or with `is_alike` the first one's value.
+    each gets an equal part of the sum, or with `is_identical` the first one's value.
     """
 
     def __init__(
@@ -117,11 +117,11 @@ class OfRanks(tf.Module):
         shape: Sequence[int],
         devices: Sequence[str],
         dtype: tf.DType = tf.float32,
-        is_alike: bool = False,
+        is_identical: bool = False,
     ):
         # Not the class' name, which might be invalid as a name scope.
         super().__init__(name="of_ranks")
-        self.is_alike = is_alike
+        self.is_identical = is_identical
         self._copies = _Copies([])
         # Outside the graph being built, and outside any strategy.
         with tf.init_scope():
@@ -152,7 +152,7 @@ class OfRanks(tf.Module):
         ranks = len(self.copies)
         shape = [ranks, *self.copies[0].shape]
         stored = tf.ensure_shape(stored, [None, *shape[1:]])
-        if self.is_alike:
+        if self.is_identical:
             dealt = tf.broadcast_to(stored[:1], shape)
         else:
             # The total is still to be sent, by any replica.

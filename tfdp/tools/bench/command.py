@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from tfdp.checks import integer_from
 from tfdp.errors import ConfigurationError
-from tfdp.files.asked_for import refuse_bad_place, write_json_for
+from tfdp.files.asked_for import check_output_path, write_json_for
 from tfdp.tools.bench.cases import (
     CASES,
     SCRIPTS,
@@ -164,7 +164,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.list:
         print(format_cases(cases))
         return 0
-    refuse_bad_place("--json", options.json)
+    check_output_path("--json", options.json)
     _check_options(options, cases)
     report = run_requests(
         [request for case in cases for request in _requests(options, case)],

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfdp._private.step_trace import StepTrace
 from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError
-from tfdp.files.asked_for import refuse_bad_place
+from tfdp.files.asked_for import check_output_path
 from tfdp.files.atomic import replaced
 from tfdp.step.find_optimizers import names_of_updates
 from tfdp.tools.report import timeline_page
@@ -90,7 +90,7 @@ class StepTimeline(keras.callbacks.Callback):
         """Starts the trace before its step; raises ConfigurationError."""
         if not self._steps_before:
             # Not earlier: another callback may create the folder.
-            refuse_bad_place("StepTimeline: path", os.fspath(self.path))
+            check_output_path("StepTimeline: path", os.fspath(self.path))
         self._steps_together = self._steps_of_execution(batch)
         reached = self._steps_before + self._steps_together
         is_first = self._steps_before == 0

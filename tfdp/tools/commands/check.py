@@ -11,7 +11,7 @@ from typing import Any
 from tfdp.checks import integer_from
 from tfdp.cluster.machine import installed_versions
 from tfdp.errors import TfdpError
-from tfdp.files.asked_for import refuse_bad_place, write_json_for
+from tfdp.files.asked_for import check_output_path, write_json_for
 from tfdp.progress_bar import progress_bar
 from tfdp.strategies.quiet import import_tensorflow_quietly
 from tfdp.strategies.unused import note_used
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
     """Runs `tfdp check`; returns the exit status: 0 holds, 1 fails, 2 not checked."""
     try:
         target = check_target.parse_target(options.target)
-        refuse_bad_place("--json", options.json)
+        check_output_path("--json", options.json)
         report = _check(target, options)
     except TfdpError as error:
         return _failed(f"{error}")

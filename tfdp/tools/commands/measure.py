@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from tfdp.errors import ConfigurationError
-from tfdp.files.asked_for import refuse_bad_place, written_for
+from tfdp.files.asked_for import check_output_path, written_for
 from tfdp.files.checked_json import write_json
 from tfdp.tools.bench.processes.two_hosts import check_rate
 from tfdp.tools.commands.check_target import (
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
     """Measures, writes and prints; returns the exit code: 2 if it cannot write."""
     path = pathlib.Path(options.output)
     try:
-        refuse_bad_place("--output", options.output)
+        check_output_path("--output", options.output)
     except ConfigurationError as error:
         print(f"tfdp measure: {error}", file=sys.stderr)
         return NOT_WRITTEN

@@ -12,7 +12,7 @@ from typing import Any
 from tfdp.checks import integer_from
 from tfdp.cluster.machine import installed_versions
 from tfdp.errors import TfdpError
-from tfdp.files.asked_for import refuse_bad_places, write_json_for, write_text_for
+from tfdp.files.asked_for import check_output_paths, write_json_for, write_text_for
 from tfdp.plan.shards import SHARD_STAGES, Sharding
 from tfdp.progress_bar import progress_bar
 from tfdp.strategies.quiet import NOT_NEEDED_FOR_A_STEP, import_tensorflow_quietly
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         memory_bytes = None if options.memory is None else bytes_of(options.memory)
         sharding = _sharding(options)
-        refuse_bad_places({"--json": options.json, "--page": options.page})
+        check_output_paths({"--json": options.json, "--page": options.page})
         answer = _answer(options, sharding, memory_bytes)
     except TfdpError as error:
         return _failed(f"{error}")

@@ -9,7 +9,7 @@ from os.path import realpath
 from pathlib import Path
 
 from tfdp.errors import ConfigurationError
-from tfdp.files.asked_for import refuse_bad_places, write_json_for, write_text_for
+from tfdp.files.asked_for import check_output_paths, write_json_for, write_text_for
 from tfdp.progress_bar import progress_bar
 from tfdp.tools.runs.facts import Facts, facts_of
 from tfdp.tools.runs.in_words import compared, summary
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs `tfdp report`; returns the exit code."""
-    refuse_bad_places({"--page": options.page, "--json": options.json})
+    check_output_paths({"--page": options.page, "--json": options.json})
     names = _names(options.runs)
     for option, path in (("--page", options.page), ("--json", options.json)):
         _protect_record(option, path, options.runs)

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from tfdp.errors import ConfigurationError
-from tfdp.files.asked_for import refuse_bad_place, write_text_for
+from tfdp.files.asked_for import check_output_path, write_text_for
 from tfdp.tools.report.learning_curve import draw_page
 from tfdp.tools.report.text import format_table
 from tfdp.tools.simulator.failures import Jitter, Reliability
@@ -101,7 +101,7 @@ def run(options: argparse.Namespace) -> int:
         print(known_names() if options.list else published_table())
         return 0
     try:
-        refuse_bad_place("--plot", options.plot)
+        check_output_path("--plot", options.plot)
     except ConfigurationError as error:
         print(f"tfdp simulate: {error}", file=sys.stderr)
         return 2

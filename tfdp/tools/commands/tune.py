@@ -17,7 +17,7 @@ from typing import Any
 from tfdp.checks import integer_from
 from tfdp.cluster.machine import installed_versions, usable_cores
 from tfdp.errors import ConfigurationError, TfdpError
-from tfdp.files.asked_for import refuse_bad_places, write_json_for, write_text_for
+from tfdp.files.asked_for import check_output_paths, write_json_for, write_text_for
 from tfdp.launch.local import own_gpus
 from tfdp.tools.bench.python_process import ended_together
 from tfdp.tools.commands.check_target import parse_target, wrapped
@@ -112,7 +112,7 @@ def _run_of(options: argparse.Namespace) -> TuneRun:
                 f"--{name.replace('_', '-')} must be a number above 0. Received: "
                 f"{value!r}."
             )
-    refuse_bad_places({"--json": options.json, "--page": options.page})
+    check_output_paths({"--json": options.json, "--page": options.page})
     gpus = len(own_gpus(os.environ))
     each = max(1, (gpus or usable_cores()) // options.workers)
     # The likely choice of `engine="auto"`, until the first trial reports it.

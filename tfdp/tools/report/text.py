@@ -48,10 +48,10 @@ def format_seconds(seconds: float) -> str:
     return f"{whole // size:,} {name}" + (f" {rest} {smaller_name}" if rest else "")
 
 
-def bytes_in_words(size_bytes: float) -> str:
+def format_bytes(size_bytes: float) -> str:
     """A size in powers of a thousand.
 
-    >>> [bytes_in_words(n) for n in (40, 16_640, 1_234_567_890)]
+    >>> [format_bytes(n) for n in (40, 16_640, 1_234_567_890)]
     ['40 B', '16.6 kB', '1.23 GB']
     """
     for power, unit in ((12, "TB"), (9, "GB"), (6, "MB"), (3, "kB")):

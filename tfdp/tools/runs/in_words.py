@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from tfdp.tools.report.text import bytes_in_words, format_seconds, format_table
+from tfdp.tools.report.text import format_bytes, format_seconds, format_table
 from tfdp.tools.runs.facts import Facts, Straggler, epochs_of
 from tfdp.tools.runs.together import BETWEEN, COMPUTING, INPUT, SENDING, VALIDATION
 
@@ -131,7 +131,7 @@ def _slowest(facts: Facts) -> str:
 
 def _memory(facts: Facts) -> str:
     return "; ".join(
-        f"{what} {bytes_in_words(max(found.values()))} at most (worker {rank})"
+        f"{what} {format_bytes(max(found.values()))} at most (worker {rank})"
         for what, field in (("host", "peak_bytes"), ("GPU", "device_peak_bytes"))
         if (found := facts.most(field))
         for rank in [max(found, key=lambda rank: found[rank])]
@@ -142,7 +142,7 @@ def _sent(facts: Facts) -> str:
     parts = []
     for where in ("within", "between"):
         found = facts.per_step(f"{where}_bytes")
-        known = bytes_in_words(max(found.values())) if found else "not known"
+        known = format_bytes(max(found.values())) if found else "not known"
         parts.append(f"{known} {where} hosts")
     return f"{', '.join(parts)} (of the worker that sends most)"
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from tfdp.tools.report.charts import PART_BARS_STYLE
 from tfdp.tools.report.html_page import TABLE_STYLE, html_page, html_table
-from tfdp.tools.report.text import bytes_in_words, format_seconds
+from tfdp.tools.report.text import format_bytes, format_seconds
 from tfdp.tools.runs import in_words, pictures
 from tfdp.tools.runs.facts import Facts
 
@@ -136,7 +136,7 @@ def _tables(facts: Facts) -> Iterator[str]:
     for rank, worker in list(last.workers.items())[:MOST_WORKERS]:
         machine = worker.start.machine
         found = [column.get(rank) for column in columns.values()]
-        sizes = ["-" if size is None else bytes_in_words(size) for size in found]
+        sizes = ["-" if size is None else format_bytes(size) for size in found]
         words = [machine.get(name) or "-" for name in ("processor", "usable_cores")]
         rows.append([f"{rank}", worker.start.host, *words, *sizes])
     titles = ["worker", "host", "processor", "cores", *columns]

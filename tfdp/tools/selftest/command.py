@@ -14,7 +14,7 @@ from typing import Any
 from tfdp.checks import integer_from
 from tfdp.cluster.nvidia import ALLOW_GROWTH, gpu_links
 from tfdp.errors import ConfigurationError, DeviceError
-from tfdp.files.asked_for import refuse_bad_place, write_json_for
+from tfdp.files.asked_for import check_output_path, write_json_for
 from tfdp.progress_bar import progress_bar
 from tfdp.tools.bench.worker_process import WorkerFailed, run_worker
 from tfdp.tools.commands.info import format_facts, gather_facts
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Runs `tfdp selftest`; returns 0 all right, 1 something wrong, 2 no report."""
     try:
-        refuse_bad_place("--json", options.json)
+        check_output_path("--json", options.json)
         return _run(options)
     except ConfigurationError as error:
         print(f"tfdp selftest: {error}", file=sys.stderr)

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfdp import DataParallelStrategy
 from tfdp.planning import plan
-from tfdp.strategies.in_words import unsaid
+from tfdp.strategies.in_words import without_fit_message
 
 ROWS, STEPS = 256, 3
 
@@ -20,7 +20,7 @@ ROWS, STEPS = 256, 3
 def measure_memory(strategy: DataParallelStrategy) -> str:
     """Reads a step's peak memory on one GPU from TensorFlow's allocator."""
     build = functools.partial(build_large, "GPU")
-    with unsaid():
+    with without_fit_message():
         with strategy.scope():
             model = build()
         batch = make_batch(model, ROWS)

@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from tfdp import DataParallelStrategy
-from tfdp.strategies.in_words import unsaid
+from tfdp.strategies.in_words import without_fit_message
 from tfdp.tools.bench.one_process.interleave import turns
 from tfdp.tools.selftest.memory import build_large, build_small, make_batch
 
@@ -65,7 +65,7 @@ def _median_ms(
     clock = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: ends.append(time.perf_counter())
     )
-    with unsaid():
+    with without_fit_message():
         for model in models.values():  # traces the step
             model.fit(batch, **settings)
         for arm in turns(ARMS, REPEATS):

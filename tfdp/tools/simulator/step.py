@@ -158,7 +158,7 @@ def predict_step(training: Training, devices: int) -> StepPrediction:
     topology = topology_of(devices, training.machine.devices_per_host)
     alone = training.compute.seconds
     factor = training.sharing_factor(topology.devices_per_host)
-    times = play_exchange(training, topology)
+    times = simulate_exchange(training, topology)
     undisturbed = alone - training.compute.update_seconds
     part_seconds = dict.fromkeys(PARTS, 0.0)
     part_seconds["compute"] = alone
@@ -200,7 +200,7 @@ def topology_of(devices: int, devices_per_host: int) -> Topology:
     return Topology(devices // devices_per_host, devices_per_host)
 
 
-def play_exchange(training: Training, topology: Topology) -> StepTimes:
+def simulate_exchange(training: Training, topology: Topology) -> StepTimes:
     """Simulates forward, backward and sums of one step, without random effects."""
     factor = training.sharing_factor(topology.devices_per_host)
     compute = training.compute

@@ -11,10 +11,10 @@ import tensorflow as tf
 
 from tfdp import DataParallelStrategy
 from tfdp.checks import is_whole
-from tfdp.cluster.machine import restart_in_words
+from tfdp.cluster.machine import notebook_restart_hint
 from tfdp.errors import ConfigurationError, DeviceError, ParityError, ScopeError
 from tfdp.strategies.devices import find_devices
-from tfdp.strategies.in_words import unsaid
+from tfdp.strategies.in_words import without_fit_message
 from tfdp.tools.testing.batches import collect_batches, row_count
 from tfdp.tools.testing.changes import CHANGES
 from tfdp.tools.testing.comparison import Setting, compare
@@ -130,7 +130,7 @@ def compare_and_report(
     """
     causes: tuple[Finding, ...] = ()
     notes = []
-    with _float32_products(), unsaid():
+    with _float32_products(), without_fit_message():
         comparison = compare(setting)
         if comparison.is_too_coarse:
             # Rounding in half precision depends on the processor, unlike the
@@ -237,6 +237,6 @@ def _strategy_of(replicas: int) -> DataParallelStrategy:
         raise DeviceError(
             f"{replicas} replicas need as many devices, and there are {len(devices)}. "
             f"Call tfdp.use_virtual_devices({replicas}) before TensorFlow starts."
-            f"{restart_in_words()}"
+            f"{notebook_restart_hint()}"
         )
     return DataParallelStrategy(devices[:replicas], alone=True)

@@ -13,7 +13,7 @@ from tfdp.errors import ConfigurationError
 from tfdp.tools.simulator.lossy import KNOWN_WAYS
 from tfdp.tools.simulator.machine import Link, Machine
 from tfdp.tools.simulator.model import Compute, ModelProfile
-from tfdp.tools.simulator.step import Training, play_exchange
+from tfdp.tools.simulator.step import Training, simulate_exchange
 from tfdp.tools.tune.space import DEFAULTS, Place, Setting, Space
 
 # Assumed, not measured: two cores of a PC.
@@ -85,7 +85,7 @@ def _seconds(
     if place.all_replicas == 1:
         return compute * steps
     try:
-        last = play_exchange(training, place.topology).end_seconds
+        last = simulate_exchange(training, place.topology).end_seconds
     except ConfigurationError:
         return compute * steps
     # With accumulation only the last step exchanges, except for sharded gradients.
