@@ -26,7 +26,9 @@ class Cast(Blockwise):
         infinite) nor less than 3e-8 (zero): use it with loss scaling.
       error_feedback: see `Int8`; False by default: the error is one part in 256, or in
         2,048.
-      min_bytes, exclude, one_dimensional: see `Int8`.
+      min_bytes: smaller gradients are sent uncompressed; at least 0.
+      exclude: regular expressions of Keras paths to send uncompressed.
+      one_dimensional: whether biases and scales are compressed, too.
 
     Raises:
       ConfigurationError: when an argument is not as above.

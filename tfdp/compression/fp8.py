@@ -50,7 +50,10 @@ class FP8(Blockwise):
       scale: None for the above, which adapts to every step; a number above 0 is s for
         every variable and step. Overflows become NaN on all replicas, as a loss scaler
         expects; underflows are 0.
-      error_feedback, min_bytes, exclude, one_dimensional: see `Int8`.
+      error_feedback: whether the next step adds what this one did not send.
+      min_bytes: smaller gradients are sent uncompressed; at least 0.
+      exclude: regular expressions of Keras paths to send uncompressed.
+      one_dimensional: whether biases and scales are compressed, too.
 
     Raises:
       ConfigurationError: when an argument is not as above.

@@ -135,7 +135,10 @@ class Int4(_Integers):
 
     Args:
       block_size: numbers that share a scale, a multiple of 8.
-      error_feedback, min_bytes, exclude, one_dimensional: see `Int8`.
+      error_feedback: whether the next step adds what this one did not send.
+      min_bytes: smaller gradients are sent uncompressed; at least 0.
+      exclude: regular expressions of Keras paths to send uncompressed.
+      one_dimensional: whether biases and scales are compressed, too.
 
     Raises:
       ConfigurationError: when an argument is not as above.

@@ -38,7 +38,10 @@ class PowerSGD(Method):
         steps.
       min_compression_rate: matrices that would shrink by less than this factor are sent
         uncompressed; above 0.
-      error_feedback, min_bytes, exclude, one_dimensional: see `Int8`.
+      error_feedback: whether the next step adds what this one did not send.
+      min_bytes: smaller gradients are sent uncompressed; at least 0.
+      exclude: regular expressions of Keras paths to send uncompressed.
+      one_dimensional: whether biases and scales are compressed, too.
 
     Raises:
       ConfigurationError: when an argument is not as above.

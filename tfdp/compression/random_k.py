@@ -31,7 +31,10 @@ class RandomK(Method):
       ratio: the share of numbers to send, above 0 to 1; at least one number of every
         variable.
       seed: of the choice, an integer of 0 to 2^31 - 1; the same on all workers.
-      error_feedback, min_bytes, exclude, one_dimensional: see `Int8`.
+      error_feedback: whether the next step adds what this one did not send.
+      min_bytes: smaller gradients are sent uncompressed; at least 0.
+      exclude: regular expressions of Keras paths to send uncompressed.
+      one_dimensional: whether biases and scales are compressed, too.
 
     Raises:
       ConfigurationError: when an argument is not as above.

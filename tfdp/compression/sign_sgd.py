@@ -20,7 +20,9 @@ class SignSGD(Blockwise):
       block_size: numbers that share a scale, a multiple of 32.
       error_feedback: see `Int8`. Without it this does not converge on simple problems
         (Karimireddy et al. 2019, section 3).
-      min_bytes, exclude, one_dimensional: see `Int8`.
+      min_bytes: smaller gradients are sent uncompressed; at least 0.
+      exclude: regular expressions of Keras paths to send uncompressed.
+      one_dimensional: whether biases and scales are compressed, too.
 
     Raises:
       ConfigurationError: when an argument is not as above.

@@ -32,7 +32,10 @@ class TopK(Method):
         then have no momentum of its own: `keras.optimizers.SGD(lr)`.
       warmup_steps: the steps over which the share falls from 1/4 (`ratio`, if larger)
         to `ratio`, by the same factor in each.
-      error_feedback, min_bytes, exclude, one_dimensional: see `Int8`.
+      error_feedback: whether the next step adds what this one did not send.
+      min_bytes: smaller gradients are sent uncompressed; at least 0.
+      exclude: regular expressions of Keras paths to send uncompressed.
+      one_dimensional: whether biases and scales are compressed, too.
 
     Raises:
       ConfigurationError: when an argument is not as above.

@@ -44,7 +44,8 @@ class RecordFile:
 
     Args:
       name: file name in the set's directory.
-      examples, size_bytes: its number of examples, and its size.
+      examples: its number of examples.
+      size_bytes: its size.
       records_digest: 32 hexadecimal digits over the framing of all records in order;
         "" if not computed.
       ends_digest: 16 over the first and last 4 KiB; "" if not computed.

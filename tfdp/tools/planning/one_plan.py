@@ -35,8 +35,10 @@ def plan(
         compiled model that Keras can make again from its configuration.
       batch: rows of the global batch; or arrays (x, y) of one; or a dataset's
         `element_spec`, whose first dimension is the global batch.
-      replicas, hosts: replicas of each host, and hosts; at least 1.
-      shard, communication: as `DataParallelStrategy` takes them.
+      replicas: replicas of each host, at least 1.
+      hosts: number of hosts, at least 1.
+      shard: see `DataParallelStrategy`.
+      communication: see `DataParallelStrategy`.
       remat: whether `tfdp.remat` makes every layer a block; or its `policy`, such as
         "segments".
       memory_bytes: memory of one replica.
