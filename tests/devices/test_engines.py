@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tests.support.parity import UNIT_ROUND_OFF, make_strategy
 from tfdp.errors import CollectiveError
+from tfdp.exchange.pipeline import GradientPipeline
 
 SETTINGS = [
     pytest.param(2, {"engine": "in_process"}, id="in_process-2"),
@@ -276,3 +277,11 @@ def test_launches_leave_no_threads_behind():
     for _ in range(50):
         step()
     assert collective_threads() < before + 10
+
+
+def test_a_tensor_that_no_bucket_holds_is_an_error(monkeypatch):
+    plan = GradientPipeline.plan
+    monkeypatch.setattr(GradientPipeline, "plan", lambda *given: plan(*given)[:-1])
+    values = [[tf.ones([2]), tf.ones([0])]] * 2
+    with pytest.raises(KeyError):
+        reduce_lists(make_strategy(2, engine="in_process"), values)

@@ -157,7 +157,12 @@ class GradientPipeline:
         ]
         if self.engine.replicas == 1:
             return list(values)
-        reduced: dict[int, Value] = {}
+        # Empty tensors are in no bucket; a KeyError names any other that is in none.
+        reduced: dict[int, Value] = {
+            i: v
+            for i, v in enumerate(values)
+            if isinstance(v, tf.Tensor) and v.shape.num_elements() == 0
+        }
         dense = [i for i, v in enumerate(values) if isinstance(v, tf.Tensor)]
         buckets = self.plan([values[i] for i in dense])
         if at_once and self.engine.reduces_buckets:
@@ -179,8 +184,7 @@ class GradientPipeline:
                     summed=sum_rows,
                     wire_dtype=wire_dtype,
                 )
-        # Empty tensors are in no bucket: there is nothing to add.
-        return [reduced.get(place, value) for place, value in enumerate(values)]
+        return [reduced[place] for place in range(len(values))]
 
     def reduce_scatter(
         self,
