@@ -95,7 +95,7 @@ def labels_in_batches(rows):
 
 @pytest.mark.parametrize("make", [joined, labelled, two_views, labels_in_batches])
 def test_rows_that_belong_together_are_not_parted(make):
-    with pytest.raises(tfdp.errors.DataError, match=r"come out of tf.data.Dataset.zip"):
+    with pytest.raises(tfdp.errors.DataError, match=r"only in a tf.data.Dataset.zip"):
         make_strategy(2).experimental_distribute_dataset(make(6))
 
 

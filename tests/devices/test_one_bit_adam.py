@@ -237,7 +237,7 @@ def test_rounds_and_noise_scales_are_refused():
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(optimizer(), loss, jit_compile=False)
     noise = tfdp.callbacks.GradientNoiseScale()
-    with pytest.raises(ConfigurationError, match="without it"):
+    with pytest.raises(ConfigurationError, match="or remove it"):
         model.fit(x, y, verbose=0, callbacks=[noise])
 
 

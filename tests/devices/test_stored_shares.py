@@ -70,7 +70,7 @@ def trained(strategy, kind, takes_all=True):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_is_told_where_it_is_the_replicas_own(kind):
-    with pytest.warns(LocalStateWarning, match="part of a sum") as told:
+    with pytest.warns(LocalStateWarning, match="has a part of their sum") as told:
         trained(make_strategy(2), kind, takes_all=False)
     assert len([one for one in told if one.category is LocalStateWarning]) == 1
 

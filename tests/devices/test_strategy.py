@@ -220,7 +220,7 @@ def test_optimizer_with_float16_policy_runs_in_replica_context():
     [
         (["CPU:9"], DeviceError, "no device 'CPU:9'.*Present.*CPU:0"),
         (["GPU:0"], DeviceError, "no device 'GPU:0'"),
-        (["CPU:0", "/device:CPU:0"], DeviceError, "twice"),
+        (["CPU:0", "/device:CPU:0"], DeviceError, "is repeated in devices="),
         ([], ConfigurationError, "non-empty list"),
         ("CPU:0", ConfigurationError, "non-empty list"),
         ([0, 1], ConfigurationError, "non-empty list"),

@@ -89,7 +89,7 @@ def fitted(folder, write):
 def test_what_one_replica_has_is_warned_of(tmp_path, write):
     told, _ = fitted(tmp_path, write)
     (message,) = told
-    assert "tf.summary writes 'loss' of the first replica alone" in message
+    assert "tf.summary writes 'loss' of the first replica only" in message
     assert "all_reduce('sum', loss)" in message
 
 
