@@ -348,4 +348,4 @@ def test_quiet_leaves_what_is_the_programs_own():
 @pytest.mark.slow
 def test_quiet_after_tensorflow_is_too_late():
     _, err = own_lines("", "tfdp.quiet()")
-    assert any("TooLateWarning: tfdp.quiet() came after" in line for line in err)
+    assert any("TooLateWarning: tfdp.quiet() was called after" in line for line in err)
