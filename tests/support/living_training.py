@@ -62,9 +62,9 @@ class Notes(keras.callbacks.Callback):
             "hash": state.hexdigest(),
             "outer": outer.tolist(),
             "local": local,
-            "epoch": self.strategy.living.epoch,
-            "present": self.strategy.living.present,
-            "place": self.strategy.living.place,
+            "epoch": self.strategy.elastic_hosts.epoch,
+            "present": self.strategy.elastic_hosts.present,
+            "place": self.strategy.elastic_hosts.place,
         }
         with self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")

@@ -83,7 +83,7 @@ def _text(blob: bytes, rank: int) -> str:
 
 def hosts_of(strategy: tf.distribute.Strategy) -> Hosts:
     """The hosts of a strategy; `ConfigurationError` if elastic or not of tfdp."""
-    if getattr(strategy, "living", None) is not None:
+    if getattr(strategy, "elastic_hosts", None) is not None:
         raise ConfigurationError(
             "All hosts write a checkpoint after the same step, but with "
             "Communication(min_hosts=...) they may be at different steps, or gone; a "

@@ -24,6 +24,9 @@ from tfdp.compression.method import (
     all_reduce_bytes,
 )
 
+# Without its sign bit a float32 has the order of its bits, read as an integer.
+ALL_BUT_SIGN = 0x7FFFFFFF
+
 # Up to this many peers send each other their whole messages. Among more, each peer adds
 # up one part for all and sends the sum, rounded again.
 MOST_THAT_GATHER = 2

@@ -7,11 +7,10 @@ from typing import ClassVar
 
 import tensorflow as tf
 
-from tfdp.compression.blocks import Blockwise, is_block
+from tfdp.compression.blocks import ALL_BUT_SIGN, Blockwise, is_block
 
 # Rows of so few numbers are not worth another halving.
 LEAST_HALVED = 32
-ALL_BUT_SIGN = 0x7FFFFFFF
 
 
 @dataclasses.dataclass(frozen=True)

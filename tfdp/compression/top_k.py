@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp.checks import is_number, is_whole
+from tfdp.compression.blocks import ALL_BUT_SIGN
 from tfdp.compression.method import Exchanged, Method, Peers, Slots, Tensors
 
 FIRST_RATIO = 0.25
@@ -192,8 +193,6 @@ EXPECTED_IN_SAMPLE = 128
 DEVIATIONS = 6
 # A sample of more than a fourth of all numbers saves little.
 LEAST_STRIDE = 4
-# Without its sign bit a float32 has the order of its bits, read as an integer.
-ALL_BUT_SIGN = 0x7FFFFFFF
 
 
 def largest_places(numbers: tf.Tensor, count: int | tf.Tensor, least: int) -> tf.Tensor:

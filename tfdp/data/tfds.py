@@ -81,15 +81,7 @@ def from_tfds(
             "'tfdp[tfds]'"
         ) from error
     builder = _find_builder(tfds, builder_or_name, data_dir, download)
-    try:
-        count = builder.info.splits[split].num_examples
-    except (KeyError, ValueError) as error:
-        raise ConfigurationError(
-            f"split {split!r} of {builder.info.full_name}: {error}; there are "
-            f"{sorted(builder.info.splits)}"
-        ) from error
-    if count == 0:
-        raise DataError(f"split {split!r} of {builder.info.full_name} is empty")
+    count = _count_examples(builder.info, split)
     batches_per_epoch = count_batches(count, global_batch_size, drop_remainder)
     read_config = tfds.ReadConfig(
         shuffle_seed=seed,
@@ -121,6 +113,19 @@ def from_tfds(
     return finish_batches(
         batches, batches_per_epoch, repeat=repeat, deterministic=deterministic
     )
+
+
+def _count_examples(info: Any, split: str) -> int:
+    try:
+        count: int = info.splits[split].num_examples
+    except (KeyError, ValueError) as error:
+        raise ConfigurationError(
+            f"split {split!r} of {info.full_name}: {error}; there are "
+            f"{sorted(info.splits)}"
+        ) from error
+    if count == 0:
+        raise DataError(f"split {split!r} of {info.full_name} is empty")
+    return count
 
 
 def _find_builder(

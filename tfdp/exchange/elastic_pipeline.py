@@ -28,7 +28,7 @@ class ElasticPipeline(GradientPipeline):
         self, engine: Engine, communication: Communication, hosts: ElasticHosts
     ):
         super().__init__(engine, communication)
-        self.living = hosts
+        self._hosts = hosts
         self._calls = LinkCalls()
 
     @property
@@ -68,7 +68,7 @@ class ElasticPipeline(GradientPipeline):
         """
 
         def meet(update: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
-            means, outcome = self.living.meet(int(update), arrays)
+            means, outcome = self._hosts.meet(int(update), arrays)
             return [*means, np.array(outcome, np.int32)]
 
         specs = [tf.TensorSpec(value.shape, value.dtype) for value in values]
@@ -84,7 +84,7 @@ class ElasticPipeline(GradientPipeline):
         """See `ElasticHosts.exchange_state`; in cross-replica context."""
 
         def exchange(*arrays: np.ndarray) -> list[np.ndarray]:
-            return self.living.exchange_state(arrays)
+            return self._hosts.exchange_state(arrays)
 
         specs = [tf.TensorSpec(value.shape, value.dtype) for value in values]
         return self._calls.call(exchange, values, specs)

@@ -378,7 +378,7 @@ def refuse_overwritten(variables: Sequence[Any], wrapper: str) -> None:
             )
 
 
-def check_overridden(value: Sequence[Any]) -> bool:
+def sums_without_overrides() -> bool:
     """Whether an optimizer without overrides requests the sum of its gradients; raises
     ConfigurationError, or ScopeError, unless that sum is exact."""
     # TensorFlow's reduction does not pass the caller; Keras' open name scopes have it.

@@ -133,9 +133,9 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
             shard, group=shard_group, min_bytes=shard_min_bytes, offload=offload
         )
         self._process = os.getpid()
-        self._synchronization = HostConnection()
+        self._connection = HostConnection()
         #: This host among elastic hosts (`min_hosts`).
-        self.living: ElasticHosts | None = None
+        self.elastic_hosts: ElasticHosts | None = None
         if devices_per_host is None:
             devices_per_host = found.devices_per_worker
         self._requested_devices = devices_per_host
@@ -194,8 +194,8 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
             )
         if self.cluster.workers > 1 and self.cluster.source == "tfdp":
             progress.note_strategy()  # waits for all others from now on
-        self._synchronization = connect_hosts(self.cluster, communication, sharding)
-        self._group = self._synchronization.group
+        self._connection = connect_hosts(self.cluster, communication, sharding)
+        self._group = self._connection.group
         return first_devices(count, find_devices(), f"devices_per_host={count}")
 
     def _make_extended(
@@ -207,10 +207,12 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
     ) -> Any:
         if self.cluster.workers > 1 and communication.min_hosts is not None:
             settings = settings_of(self, devices, communication, draws_per_replica)
-            self.living = join_elastic_hosts(self.cluster, communication, settings)
+            self.elastic_hosts = join_elastic_hosts(
+                self.cluster, communication, settings
+            )
             let_calls_end_at_exit()
             atexit.register(self.close)
-        if self.cluster.workers == 1 or self.living is not None:
+        if self.cluster.workers == 1 or self.elastic_hosts is not None:
             extended = super()._make_extended(
                 devices, communication, cross_device_ops, draws_per_replica
             )
@@ -228,7 +230,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         # Shuffles of `fit` have the same order on all hosts: each takes a part of them.
         agree_on_seed(self.from_chief(seed_to_share(), "seed"))
         is_by_name = communication.engine == "tensorflow"
-        self._synchronization = with_trial(self._synchronization, devices, is_by_name)
+        self._connection = with_trial(self._connection, devices, is_by_name)
         return self._extended_over(
             group, devices, communication, cross_device_ops, draws_per_replica
         )
@@ -272,7 +274,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         self, link: HostLink, devices: tuple[str, ...], communication: Communication
     ) -> AcrossHostsEngine:
         wire_dtype = communication.link_dtype
-        if self._synchronization.by_collectives:
+        if self._connection.by_collectives:
             hint = choose_engine(devices, communication).hint
             return TensorFlowAcrossHostsEngine(devices, link, hint, wire_dtype)
         if self.shards_over_hosts:
@@ -282,9 +284,9 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
     def pipeline_of(
         self, pipeline: GradientPipeline, communication: Communication
     ) -> GradientPipeline:
-        if self.living is None:
+        if self.elastic_hosts is None:
             return super().pipeline_of(pipeline, communication)
-        return ElasticPipeline(pipeline.engine, communication, self.living)
+        return ElasticPipeline(pipeline.engine, communication, self.elastic_hosts)
 
     @property
     def cluster_resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:
@@ -293,7 +295,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
 
     @property
     def hosts(self) -> int:
-        return 1 if self.living is not None else self.cluster.workers
+        return 1 if self.elastic_hosts is not None else self.cluster.workers
 
     @property
     def _hosts_of_batch(self) -> int:
@@ -301,7 +303,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
 
     @property
     def _notes(self) -> tuple[str, ...]:
-        return self._synchronization.notes
+        return self._connection.notes
 
     @property
     def shard_group(self) -> str:
@@ -328,7 +330,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         return None if self._group is None else self._group.link
 
     def barrier(self, label: str = "barrier") -> None:
-        if self.living is not None:
+        if self.elastic_hosts is not None:
             refuse_exchange(label)
         if self._group is not None:
             self._group.barrier(label)
@@ -339,14 +341,14 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
             return  # after a fork the connections belong to the parent
         if self._group is not None:
             self._group.close()
-        if self.living is not None:
-            self.living.close()
+        if self.elastic_hosts is not None:
+            self.elastic_hosts.close()
         atexit.unregister(self.close)
 
     def _part_of_host(self, dataset: Any) -> Any:
-        if self.living is not None:
+        if self.elastic_hosts is not None:
             override_callbacks(self, frames.fit_of_caller())
-            return own_share(dataset, self.cluster, self.living)
+            return own_share(dataset, self.cluster, self.elastic_hosts)
         if self._loops is None or not isinstance(dataset, tf.data.Dataset):
             return dataset
         return self._loops.part_of_host(dataset)
@@ -366,7 +368,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         self, dataset_fn: Callable, options: Any = None
     ) -> Any:
         """As in TensorFlow; hosts without data continue with empty batches."""
-        if self._group is None and self.living is None:
+        if self._group is None and self.elastic_hosts is None:
             return super().distribute_datasets_from_function(dataset_fn, options)
         workers, here = self.cluster.workers, len(self.extended.worker_devices)
         context = tf.distribute.InputContext(workers, self.cluster.rank, workers * here)
@@ -381,12 +383,12 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         return loops.watched(distributed, name)
 
     def from_chief(self, value: np.ndarray, label: str = "value") -> np.ndarray:
-        if self.living is not None:
+        if self.elastic_hosts is not None:
             refuse_exchange(label)
         return value if self._group is None else self._group.from_chief(value, label)
 
     def gather_bytes(self, blob: bytes, label: str) -> list[bytes]:
-        if self.living is not None:
+        if self.elastic_hosts is not None:
             refuse_exchange(label)
         return [blob] if self._group is None else self._group.link.gather(blob, label)
 

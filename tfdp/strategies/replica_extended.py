@@ -14,7 +14,7 @@ from tfdp.errors import CollectiveError, ScopeError
 from tfdp.exchange.reducer import Reducer
 from tfdp.sharding.updates import ACCUMULATOR_NAME, SHARD_CLASSES, ShardUpdates
 from tfdp.sharding.variables import ShardedVariable
-from tfdp.step.optimizers import check_overridden
+from tfdp.step.optimizers import sums_without_overrides
 from tfdp.strategies.scope import MadeInScope, check_component
 from tfdp.tracing.run import ReplicaRun
 from tfdp.variables.mirrored import is_seed_state
@@ -91,7 +91,7 @@ class ReplicaExtended(LastingInput):
         """A user's sum or mean in a graph, outside of overridden optimizers."""
         flat, rank = tf.nest.flatten(value), current_rank()
         mean = reduce_op == tf.distribute.ReduceOp.MEAN
-        if check_overridden(value) and not mean:
+        if sums_without_overrides() and not mean:
             results, _ = self.reducer.sum_gradients(flat, [], rank)
         else:
             results = self.reducer.all_reduce(flat, rank, mean=mean)

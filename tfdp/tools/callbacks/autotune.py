@@ -24,7 +24,7 @@ from tfdp.plan.communication import Communication
 from tfdp.step.find_optimizers import optimizers_of
 from tfdp.tools.simulator.machine import Link
 from tfdp.tools.simulator.model import Gradient, ModelProfile
-from tfdp.tools.tune.proposal import TrialFacts, predicted_speed
+from tfdp.tools.tune.proposal import COMPUTE_SHARE, TrialFacts, predicted_speed
 from tfdp.tools.tune.space import (
     BUCKET_BYTES,
     FIRST_BUCKET_BYTES,
@@ -261,10 +261,6 @@ class Autotune(keras.callbacks.Callback):
             print(f"tfdp: {line}", flush=True)
 
 
-# Load of the cores while a sum crosses a link; it hardly affects the order of settings.
-COMPUTE_SHARE = 0.5
-
-
 def checked_pairs(sizes: Iterable[Any]) -> tuple[tuple[int, int], ...]:
     """Pairs (bucket_bytes, first_bucket_bytes); raises ConfigurationError."""
     found = tuple(tuple(pair) if isinstance(pair, list) else pair for pair in sizes)
@@ -290,7 +286,7 @@ def why_refused(model: keras.Model) -> str | None:
             "the model was compiled with run_eagerly=True, where there are no buckets. "
             "Compile with run_eagerly=False, or leave the callback out."
         )
-    if getattr(strategy, "living", None) is not None or any(
+    if getattr(strategy, "elastic_hosts", None) is not None or any(
         getattr(optimizer, "sync", None) is not None
         for optimizer in optimizers_of(model)
     ):

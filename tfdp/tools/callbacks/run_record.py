@@ -142,7 +142,7 @@ class RunRecord(keras.callbacks.Callback):
         strategy = self.model.distribute_strategy
         cluster = getattr(strategy, "cluster", None)
         worker, workers = (0, 1) if cluster is None else (cluster.rank, cluster.workers)
-        self._is_elastic = getattr(strategy, "living", None) is not None
+        self._is_elastic = getattr(strategy, "elastic_hosts", None) is not None
         warn_unless_first(self)
         self._close()  # left open by a training that failed
         self._file = RunFile(self.directory, worker)

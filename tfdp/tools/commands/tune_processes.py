@@ -16,11 +16,8 @@ from tfdp.tools.bench.python_process import ProcessFailed, run_python
 from tfdp.tools.commands.tune_trial import TrialOrders
 from tfdp.tools.simulator.machine import Link
 from tfdp.tools.simulator.model import Gradient, ModelProfile
-from tfdp.tools.tune.proposal import TrialFacts
+from tfdp.tools.tune.proposal import COMPUTE_SHARE, TrialFacts
 from tfdp.tools.tune.space import Place, Setting
-
-# Load of the cores while a sum crosses a link of this machine; see `tfdp measure`.
-COMPUTE_SHARE = 0.5
 
 
 class TrialFailed(TfdpError, RuntimeError):

@@ -16,6 +16,10 @@ from tfdp.tools.simulator.model import Compute, ModelProfile
 from tfdp.tools.simulator.step import Training, simulate_exchange
 from tfdp.tools.tune.space import DEFAULTS, Place, Setting, Space
 
+# Load of the cores while a sum crosses a link of this machine; see `tfdp measure`. It
+# hardly affects the order of settings.
+COMPUTE_SHARE = 0.5
+
 # Assumed, not measured: two cores of a PC.
 WITHIN = Link(latency_seconds=3e-5, bytes_per_second=4e9, compute_share=1.0)
 BETWEEN = Link(latency_seconds=1e-4, bytes_per_second=5e8, compute_share=0.5)
