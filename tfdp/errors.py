@@ -27,6 +27,7 @@ __all__ = [
     "RunRecordWarning",
     "SameRowsWarning",
     "ScopeError",
+    "SeamError",
     "SlowInputWarning",
     "TPUError",
     "TfdpError",
@@ -61,6 +62,10 @@ class TPUError(DeviceError):
 
 class ScopeError(TfdpError, RuntimeError):
     """An object was made in, or used under, another strategy's scope."""
+
+
+class SeamError(TfdpError, ImportError):
+    """Keras or TensorFlow has other methods than those that tfdp replaces."""
 
 
 class CollectiveError(TfdpError, RuntimeError):

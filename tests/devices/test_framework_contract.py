@@ -13,7 +13,8 @@ from keras.src.losses import loss as keras_loss
 from tensorflow.python.autograph.impl import conversion
 
 from tests.support.parity import make_strategy
-from tfdp._private import frames, names
+from tfdp._private import frames
+from tfdp.seams import table
 from tfdp.step import losses
 from tfdp.step.table_rows import CLIPPING
 
@@ -67,7 +68,7 @@ def test_a_float_subclass_divides_first():
 @pytest.mark.parametrize("package", [tf, keras])
 def test_the_checked_versions_are_said(package):
     name = package.__name__.split(".")[0]
-    assert names.CHECKED_VERSIONS[name].count(".") == 2
+    assert table.CHECKED_VERSIONS[name].count(".") == 2
 
 
 def test_autograph_leaves_library_code_as_it_is():

@@ -7,9 +7,9 @@ import pytest
 import tensorflow as tf
 
 import tfdp
-from tfdp._private.names import CHECKED_VERSIONS
 from tfdp.errors import ConfigurationError, UncheckedVersionWarning
-from tfdp.strategies.startup_checks import warn_of_unchecked_versions
+from tfdp.seams.table import CHECKED_VERSIONS
+from tfdp.strategies.startup_checks import check_versions
 
 STRATEGIES = {
     "one host": lambda: tfdp.DataParallelStrategy(["CPU:0"]),
@@ -35,9 +35,9 @@ def test_what_is_set_after_keras_was_loaded_is_nothing(monkeypatch):
 
 @pytest.fixture
 def nothing_said_yet():
-    warn_of_unchecked_versions.cache_clear()
+    check_versions.cache_clear()
     yield
-    warn_of_unchecked_versions.cache_clear()
+    check_versions.cache_clear()
 
 
 @pytest.mark.parametrize("package, module", [("tensorflow", tf), ("keras", keras)])

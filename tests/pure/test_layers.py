@@ -57,6 +57,7 @@ LAYERS = {
     "_private": 2,
     "compression": 2,
     "hosts": 2,
+    "seams": 2,
     "cluster": 1,
     "plan": 1,
     "schedules": 1,

@@ -58,9 +58,6 @@ from tensorflow.python.ops.resource_variable_ops import (
 )
 from tensorflow.python.saved_model.save_context import in_save_context
 
-# The versions these names were checked against.
-CHECKED_VERSIONS = {"tensorflow": "2.21.0", "keras": "3.15.1"}
-
 
 def common_devices(
     value_destination_pairs: Sequence[tuple[Any, Any]],

@@ -8,10 +8,10 @@ from typing import Any
 
 import keras
 
-from tfdp._private.instance_attributes import instance_attributes
 from tfdp._private.names import is_default_strategy
 from tfdp._private.optimizer_hooks import AVERAGE, averages_of, strategy_of
 from tfdp.errors import ConfigurationError
+from tfdp.seams.replace import instance_attributes
 from tfdp.step.compression import momentum_compression_of
 from tfdp.step.local_run import groups_across
 from tfdp.step.local_sgd import Rounds

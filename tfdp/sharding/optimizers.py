@@ -22,10 +22,10 @@ import tensorflow as tf
 from keras.optimizers import Optimizer
 
 from tfdp._private import optimizer_hooks as hooks
-from tfdp._private.instance_attributes import instance_attributes
 from tfdp._private.names import current_rank
 from tfdp.errors import ConfigurationError
 from tfdp.plan.exclusions import variable_path
+from tfdp.seams.replace import instance_attributes
 from tfdp.sharding.updates import ShardUpdates
 from tfdp.sharding.variables import ShardedVariable, shard_kind
 from tfdp.tracing.run import current_run

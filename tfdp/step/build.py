@@ -15,9 +15,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp._private.instance_attributes import instance_attributes
 from tfdp._private.keras_models import BUILD, build_symbolically
 from tfdp.errors import TfdpError
+from tfdp.seams.replace import instance_attributes
 from tfdp.step.dummy_rows import row_like
 from tfdp.step.find_optimizers import optimizers_of
 from tfdp.tracing.keras_steps import is_stock_step

@@ -17,9 +17,9 @@ from tfdp._private.functions import (
     as_the_caller_is,
     python_function_of,
 )
-from tfdp._private.instance_attributes import instance_attributes
 from tfdp.data.keras_input import with_none
 from tfdp.data.split import in_parts
+from tfdp.seams.replace import instance_attributes
 from tfdp.step.batch_first import batch_first
 from tfdp.step.buffer_synchronization import (
     warn_about_stored,

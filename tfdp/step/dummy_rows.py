@@ -26,11 +26,11 @@ import tensorflow as tf
 
 from tfdp._private.functions import library_code
 from tfdp._private.host_input import share_memory
-from tfdp._private.instance_attributes import instance_attributes
 from tfdp._private.names import PerReplica, current_rank
 from tfdp._private.optimizer_hooks import variables_built_with
 from tfdp.data.split import rows_between
 from tfdp.errors import ConfigurationError
+from tfdp.seams.replace import instance_attributes
 from tfdp.sharding.variables import ShardedVariable, shard_kind
 from tfdp.tracing.assigned_terms import as_tensors, handles_of, linear_sources
 from tfdp.tracing.dependencies import are_reduced, batch_keys

@@ -19,10 +19,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp._private.instance_attributes import instance_attributes
 from tfdp._private.keras_models import layers_within
 from tfdp._private.names import current_rank
 from tfdp._private.optimizer_hooks import variables_built_with
+from tfdp.seams.replace import instance_attributes
 from tfdp.sharding.variables import ShardedVariable
 from tfdp.step.find_optimizers import optimizers_of
 from tfdp.step.local_run import LocalLook

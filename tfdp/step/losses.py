@@ -28,10 +28,10 @@ import keras
 import tensorflow as tf
 
 from tfdp._private.frames import frame_of_caller
-from tfdp._private.instance_attributes import instance_attributes
 from tfdp._private.keras_models import ADD_UP, LOSSES, given_losses, layers_within
 from tfdp._private.names import current_rank, run_independently
 from tfdp.errors import ConfigurationError
+from tfdp.seams.replace import instance_attributes
 from tfdp.tracing.batch_rows import has_entry_per_row
 from tfdp.tracing.batch_weight import Denominator, Kind, note_denominator
 from tfdp.tracing.keras_steps import is_stock_step

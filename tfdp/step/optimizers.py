@@ -21,7 +21,6 @@ import keras
 import tensorflow as tf
 from keras.optimizers import Optimizer
 
-from tfdp._private.instance_attributes import instance_attributes
 from tfdp._private.names import current_rank, is_branch_graph, keras_state
 from tfdp._private.optimizer_hooks import (
     BEFORE_ACCUMULATION,
@@ -33,6 +32,7 @@ from tfdp._private.optimizer_hooks import (
 )
 from tfdp._private.step_ops import DRAWS, operations_within
 from tfdp.errors import ConfigurationError, ScopeError
+from tfdp.seams.replace import instance_attributes
 from tfdp.sharding.optimizers import (
     check_own_hooks,
     check_shardable,

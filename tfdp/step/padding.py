@@ -16,7 +16,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp._private.instance_attributes import instance_attributes
 from tfdp._private.keras_models import (
     layers_within,
     loss_trackers,
@@ -26,6 +25,7 @@ from tfdp._private.keras_models import (
 )
 from tfdp._private.names import current_rank
 from tfdp.errors import ConfigurationError
+from tfdp.seams.replace import instance_attributes
 from tfdp.tracing.keras_steps import is_predict_step, is_stock_step, name_of_step
 from tfdp.tracing.padded_batch import Padding, find_padded, without_padding
 from tfdp.tracing.run import ReplicaRun, trace_of

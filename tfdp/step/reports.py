@@ -20,9 +20,9 @@ import keras
 import tensorflow as tf
 
 from tfdp._private.frames import number_counted_by_mean
-from tfdp._private.instance_attributes import instance_attributes
 from tfdp._private.keras_models import metrics_of_layers, metrics_within, own_values
 from tfdp._private.names import DistributedVariable, current_rank
+from tfdp.seams.replace import instance_attributes
 from tfdp.step.local_run import SumOverHosts, summed_over_hosts
 from tfdp.tracing.assigned_terms import as_tensors
 from tfdp.tracing.loss_shares import Standing, key_of

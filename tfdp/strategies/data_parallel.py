@@ -26,7 +26,7 @@ from tfdp.strategies.extended import DataParallelExtended
 from tfdp.strategies.hierarchical import HierarchicalAllReduce
 from tfdp.strategies.keras_backend import check_keras_backend
 from tfdp.strategies.replica_strategy import ReplicaContextStrategy
-from tfdp.strategies.startup_checks import warn_of_unchecked_versions
+from tfdp.strategies.startup_checks import check_versions
 from tfdp.strategies.unused import note_made
 
 
@@ -95,7 +95,7 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
         alone: bool = False,
     ):
         check_keras_backend()
-        warn_of_unchecked_versions()
+        check_versions()
         if not alone:
             refuse_among_workers()
         self._sharding = sharding_of(shard, min_bytes=shard_min_bytes, offload=offload)

@@ -50,7 +50,7 @@ from tfdp.strategies.hierarchical import HierarchicalAllReduce
 from tfdp.strategies.keras_backend import check_keras_backend
 from tfdp.strategies.multi_host_extended import MultiHostExtended
 from tfdp.strategies.multi_host_loops import HostLoops, override_callbacks
-from tfdp.strategies.startup_checks import warn_of_unchecked_versions
+from tfdp.strategies.startup_checks import check_versions
 from tfdp.strategies.worker_settings import refuse_differences, settings_of
 from tfdp.tracing.keras_steps import is_predict_step
 from tfdp.tracing.run import ReplicaRun
@@ -117,7 +117,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         draws_per_replica: bool = True,
     ):
         check_keras_backend()
-        warn_of_unchecked_versions()
+        check_versions()
         found = cluster if cluster is not None else find_cluster()
         if not isinstance(found, Cluster):
             raise ConfigurationError(

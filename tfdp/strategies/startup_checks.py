@@ -9,13 +9,15 @@ from collections.abc import Mapping
 import keras
 import tensorflow as tf
 
-from tfdp._private.names import CHECKED_VERSIONS
 from tfdp.errors import UncheckedVersionWarning
+from tfdp.seams.table import CHECKED_VERSIONS, check_seams
 
 
 @functools.cache
-def warn_of_unchecked_versions() -> None:
-    """Warns, once, of other minor versions: their private names may differ."""
+def check_versions() -> None:
+    """Refuses frameworks with other methods than tfdp replaces; warns, once, of other
+    minor versions."""
+    check_seams()
     installed = {"tensorflow": tf.__version__, "keras": keras.__version__}
     for package, checked in CHECKED_VERSIONS.items():
         if installed[package].split(".")[:2] != checked.split(".")[:2]:

@@ -26,7 +26,7 @@ from tfdp.sharding.variables import ShardedVariable
 from tfdp.strategies.keras_backend import check_keras_backend
 from tfdp.strategies.replica_extended import ReplicaExtended
 from tfdp.strategies.replica_strategy import ReplicaContextStrategy
-from tfdp.strategies.startup_checks import warn_of_unchecked_versions
+from tfdp.strategies.startup_checks import check_versions
 from tfdp.strategies.unused import note_made
 from tfdp.tracing.run import ReplicaRun
 from tfdp.variables.global_seed import with_global_seed
@@ -104,7 +104,7 @@ class TPUDataParallelStrategy(ReplicaContextStrategy, tf.distribute.TPUStrategy)
         wire_dtype: str | None = None,
     ):
         check_keras_backend()
-        warn_of_unchecked_versions()
+        check_versions()
         check_communication(communication)
         self._sharding = sharding_of(shard, min_bytes=shard_min_bytes)
         if self._sharding.offloads or self._sharding.group == "host":

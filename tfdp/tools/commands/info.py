@@ -58,7 +58,7 @@ def gather_facts(virtual_devices: int | None = None) -> dict[str, Any]:
         return facts
 
     import_tensorflow_quietly()
-    from tfdp._private.names import CHECKED_VERSIONS
+    from tfdp.seams.table import CHECKED_VERSIONS
 
     if virtual_devices is not None:
         tfdp.use_virtual_devices(virtual_devices)
