@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import tfdp
 from tests.support.kept_optimizers import Keeper, data, fit, loop, one_step, scaled
 from tests.support.parity import (
     classification_data,
@@ -89,16 +90,20 @@ def test_equals_one_device(replicas, place, asked):
         assert got["scale"] == 2.0  # halved by the infinity, once in each epoch
 
 
-def replica_losses(strategy, optimizer, net):
-    loss = keras.losses.SparseCategoricalCrossentropy(True)
+def replica_losses(strategy, optimizer, net, x=None, y=None):
+    """Trains on each batch of 8 rows once; how often the step was traced."""
+    loss, traces = keras.losses.SparseCategoricalCrossentropy(True), []
+    rows = data(False, 8) if x is None else (x, y)
 
     @tf.function
     def step(batch):
+        traces.append(batch)
         return strategy.run(lambda x, y: one_step(net, optimizer, loss, x, y), batch)
 
-    batches = tf.data.Dataset.from_tensor_slices(data(False, 8)).batch(8)
+    batches = tf.data.Dataset.from_tensor_slices(rows).batch(8)
     for batch in strategy.experimental_distribute_dataset(batches):
         step(batch)
+    return len(traces)
 
 
 def test_an_optimizer_within_another_may_be_called_by_itself():
@@ -121,16 +126,37 @@ def test_an_optimizer_within_another_may_be_called_by_itself():
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=BOUND)
 
 
-@pytest.mark.skipif(
-    not hasattr(keras.optimizers, "ScheduleFreeAdamW"), reason="a newer Keras has it"
-)
-def test_one_that_copies_the_weights_when_it_is_built_does_so_once():
-    """For all replicas, whoever of them comes first to the step that builds it."""
+class Anchored(keras.optimizers.SGD):
+    """Pulls each weight back to what it was when the optimizer was built."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.anchors = [
+            self.add_variable_from_reference(v, name="anchor") for v in variables
+        ]
+        self.remember(variables)
+
+    def remember(self, variables):
+        for anchor, variable in zip(self.anchors, variables, strict=True):
+            anchor.assign(variable)
+
+    def update_step(self, gradient, variable, learning_rate):
+        anchor = self.anchors[self._get_variable_index(variable)]
+        pulled = gradient + 5.0 * (variable - anchor)
+        super().update_step(pulled, variable, learning_rate)
+
+
+@pytest.mark.parametrize("name", ["Anchored", "ScheduleFreeAdamW"])
+def test_one_that_copies_the_weights_when_it_is_built_does_so_once(name):
+    """For all replicas, whichever is first in the step that builds it."""
+    make = globals().get(name) or getattr(keras.optimizers, name, None)
+    if make is None:
+        pytest.skip("a newer Keras has it")
 
     def trained(strategy, is_built):
         with strategy.scope():
             net = dense_model()
-            optimizer = keras.optimizers.ScheduleFreeAdamW(0.05)
+            optimizer = make(0.05)
         if is_built:  # one device would copy them within each step
             optimizer.build(net.trainable_variables)
         for _ in range(3):
@@ -146,6 +172,61 @@ def test_one_that_copies_the_weights_when_it_is_built_does_so_once():
             # Three updates of some 0.05; each is a quotient, which is as exact as the
             # sums of gradients are: 3 * 0.05 * 60 u = 5e-7. Not copied: 0.1 and more.
             np.testing.assert_allclose(copy.numpy(), theirs, rtol=0, atol=BOUND)
+
+
+class NeedsItsState(keras.optimizers.SGD):
+    def build(self, variables):
+        super().build(variables)
+        self.scale = self.add_variable((), "ones", name="scale")
+
+    def scale_loss(self, loss):
+        return loss * self.scale if self.built else loss
+
+
+def growing():
+    inner = keras.optimizers.SGD(0.05)
+    return keras.optimizers.LossScaleOptimizer(inner, 8.0, dynamic_growth_steps=1)
+
+
+def growing_distributed():
+    return tfdp.DistributedOptimizer(
+        keras.optimizers.SGD(0.05),
+        dynamic_loss_scale=True,
+        initial_scale=8.0,
+        dynamic_growth_steps=1,
+    )
+
+
+@pytest.mark.parametrize("make", [growing, growing_distributed])
+def test_a_scaler_that_is_not_built_scales_by_its_variable(make):
+    """In a step that is traced once: a constant would be 8 where `apply` divides by
+    16, 32, and so on, and the weights would be those of smaller steps."""
+
+    def trained(strategy, optimizer, is_built):
+        with strategy.scope():
+            net, optimizer = dense_model(), optimizer()
+        if is_built:
+            optimizer.build(net.trainable_variables)
+        traces = replica_losses(strategy, optimizer, net, *data(False, 40))
+        return net.get_weights(), float(optimizer.dynamic_scale.numpy()), traces
+
+    one, scale, _ = trained(tf.distribute.get_strategy(), growing, True)
+    several, same, traces = trained(make_strategy(2), make, False)
+    assert scale == same == 8.0 * 2**5
+    assert traces == 1
+    for mine, theirs in zip(several, one, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=BOUND)
+
+
+def test_own_scaling_that_needs_what_build_creates_is_refused_before_it_is_built():
+    strategy = make_strategy(2)
+    with strategy.scope():
+        net, optimizer = dense_model(), NeedsItsState(0.05)
+    with pytest.raises(ConfigurationError, match="scale_loss of its own.*is not built"):
+        replica_losses(strategy, optimizer, net)
+    with strategy.scope():
+        optimizer.build(net.trainable_variables)
+    replica_losses(strategy, optimizer, net)
 
 
 def test_one_that_was_made_elsewhere_is_refused_where_it_is_used():

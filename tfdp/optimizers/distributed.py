@@ -28,7 +28,11 @@ from tfdp.step.finite_guard import update_if_finite
 from tfdp.step.local_run import has_no_effect
 from tfdp.step.local_sgd import Rounds
 from tfdp.step.local_values import LocalValues
-from tfdp.step.optimizers import refuse_overwritten, takes_reduced
+from tfdp.step.optimizers import (
+    build_before_step,
+    refuse_overwritten,
+    takes_reduced,
+)
 from tfdp.step.sums import agree_finite, reduce_gradients
 from tfdp.sync.diloco import DiLoCo
 from tfdp.sync.local_sgd import LocalSGD
@@ -175,8 +179,7 @@ class DistributedOptimizer(hooks.LossScaleHooks):
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         """One micro-step; every `accumulate_steps`-th one updates the variables."""
         if not self.built:
-            self.build(list(trainable_variables))
-            self.built = True
+            build_before_step(self, list(trainable_variables))
         _check_place(self)
         if self.sync is not None:
             refuse_outside_of_fit(self)

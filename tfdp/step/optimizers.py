@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -52,6 +51,8 @@ from tfdp.step.table_rows import CLIPPING
 from tfdp.tracing.assigned_terms import as_tensors
 from tfdp.tracing.run import ReplicaRun, call_before_step, current_run
 
+# What a loss scaler has besides the optimizer that it wraps.
+SCALE_STATE = ("step_counter", "dynamic_scale")
 ALREADY_REDUCED = {REDUCE: lambda grads_and_vars: grads_and_vars}
 
 
@@ -69,9 +70,12 @@ def overridden_optimizers(
 
 
 def _method_overrides(optimizer: Optimizer, run: ReplicaRun) -> dict[str, Any]:
+    overrides: dict[str, Any] = {}
+    if type(optimizer).scale_loss is not Optimizer.scale_loss:
+        overrides["scale_loss"] = functools.partial(_scale_loss, optimizer)
     if getattr(optimizer, "reduces_gradients", False):
-        return {}  # DistributedOptimizer does all of this itself
-    overrides: dict[str, Any] = {"apply": functools.partial(_apply, optimizer, run)}
+        return overrides  # DistributedOptimizer does the rest itself
+    overrides["apply"] = functools.partial(_apply, optimizer, run)
     if is_own(optimizer, "apply_gradients"):
         apply_gradients = functools.partial(_apply_gradients, optimizer, run)
         overrides["apply_gradients"] = apply_gradients
@@ -146,7 +150,7 @@ def _apply(
     variables = None if trainable_variables is None else list(trainable_variables)
     gradients = as_tensors(gradients)
     if variables is not None and not optimizer.built:
-        _build_as_keras(optimizer, run, variables)
+        build_before_step(optimizer, variables)
     if variables is not None and run.replicas > 1:
         gradients = maximize_stored_values(gradients, variables, run, optimizer)
     reduces_first = _reduces_first(optimizer)
@@ -191,34 +195,75 @@ def _refuse_own_look(optimizer: Optimizer) -> None:
             )
 
 
-def _build_as_keras(
-    optimizer: Optimizer, run: ReplicaRun, variables: list[Any]
-) -> None:
-    # Built before the step, as Keras does; compression indexes optimizer variables.
+def build_before_step(optimizer: Optimizer, variables: list[Any]) -> None:
+    """Builds `optimizer` outside of the replicas, before the step goes on.
+
+    Within the step one replica would store, in every step, what some optimizers copy
+    from the weights when they are built.
+    """
+    found = _scale_state(optimizer)
+
+    def add_variable(*args: Any, name: Any = None, **options: Any) -> Any:
+        if name in found:
+            return found[name]
+        return type(optimizer).add_variable(optimizer, *args, name=name, **options)
+
     def build() -> None:
-        with keras.name_scope(optimizer.name, caller=optimizer):
+        with (
+            keras.name_scope(optimizer.name, caller=optimizer),
+            instance_attributes(
+                optimizer, {"add_variable": add_variable} if found else {}
+            ),
+        ):
             optimizer.build(variables)
         optimizer.built = True
 
-    if not any(map(_stores_when_built, innermost_optimizers(optimizer))):
-        with run.updating():
-            build()
-        return
-    # Within the step one replica would store it for itself, in every step.
-    call_before_step(build)
-    if hasattr(optimizer, "inner_optimizer") and not tf.executing_eagerly():
-        # The loss scaler used a constant scale, since it was not built. Creating a
-        # variable in the first trace makes `tf.function` trace again; its initial value
-        # must not depend on the batch, as the rest of the step does.
-        with tf.control_dependencies(None):
-            tf.Variable(0.0, trainable=False)
+    if current_run() is None:
+        build()
+    else:
+        call_before_step(build)
 
 
-def _stores_when_built(optimizer: Optimizer) -> bool:
-    """Whether `build` assigns to variables, such as a copy of the weights."""
-    builds = [vars(of).get("build") for of in type(optimizer).__mro__]
-    codes = [inspect.unwrap(build).__code__ for build in builds if callable(build)]
-    return any("assign" in code.co_names for code in codes)
+def _scale_state(optimizer: Optimizer) -> dict[str, keras.Variable]:
+    """The state of a loss scale that `_build_scale` has built."""
+    if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return {}
+    own = vars(optimizer)
+    return {name: own[name] for name in SCALE_STATE if name in own}
+
+
+def _scale_loss(optimizer: Any, loss: Any) -> Any:
+    """`scale_loss` as after `build`.
+
+    A loss scaler that is not built multiplies by a constant, which a graph would keep.
+    """
+    scale_loss = type(optimizer).scale_loss.__get__(optimizer)
+    if optimizer.built or current_run() is None:
+        return scale_loss(loss)
+    is_scaler = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    if is_scaler and not _scale_state(optimizer):
+        call_before_step(functools.partial(_build_scale, optimizer))
+    try:
+        with instance_attributes(optimizer, {"built": True}):
+            return scale_loss(loss)
+    except AttributeError as error:
+        raise ConfigurationError(
+            f"The optimizer {type(optimizer).__name__} has scale_loss of its own, "
+            f"which uses what build creates ({error}), and is not built: call "
+            "optimizer.build(model.trainable_variables) in `with strategy.scope():` "
+            "before training."
+        ) from error
+
+
+def _build_scale(optimizer: Any) -> None:
+    """Builds only the state of the loss scale, which needs no weights."""
+    without_weights = {"build": lambda variables: None}
+    with (
+        keras.name_scope(optimizer.name, caller=optimizer),
+        instance_attributes(optimizer.inner_optimizer, without_weights),
+    ):
+        keras.optimizers.LossScaleOptimizer.build(optimizer, [])
+    optimizer.built = False
 
 
 def _reduce_before(
