@@ -41,8 +41,8 @@ class FitLocals(NamedTuple):
 def fit_around(model: keras.Model) -> FitLocals | None:
     """The `fit` of `model` in which the caller runs; else None."""
     for found in frames.fits_around():
-        if found.get("self") is model:
-            passes = PassesOfData(found["epoch_iterator"], found.get("val_x"))
+        if found["self"] is model:
+            passes = PassesOfData(found["epoch_iterator"], found["val_x"])
             initial_epoch = int(found["initial_epoch"] or 0)
             return FitLocals(found["callbacks"], passes, initial_epoch)
     return None
@@ -53,15 +53,15 @@ def callbacks_around(model: keras.Model | None) -> list[keras.callbacks.Callback
     return [
         callback
         for found in frames.fits_around()
-        if model is None or found.get("self") is model
-        for callback in getattr(found.get("callbacks"), "callbacks", ())
+        if model is None or found["self"] is model
+        for callback in found.callbacks
     ]
 
 
 def is_within_fit(frame: FrameType | None, passes: PassesOfData) -> bool:
     """Whether `frame` runs within the `fit` that makes `passes`."""
     fits = () if frame is None else frames.fits_around(frame)
-    return any(passes.are_of(found.get("epoch_iterator")) for found in fits)
+    return any(passes.are_of(found["epoch_iterator"]) for found in fits)
 
 
 class PassesOfData:

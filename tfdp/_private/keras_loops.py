@@ -10,8 +10,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp._private.frames import is_building_model, loop_of_caller
 from tfdp._private.host_input import HostIterator
+from tfdp._private.keras_calls import is_building_model
 
 Text = Callable[[], str]
 # Batches taken from each iterator over the input; None: unknown.
@@ -23,7 +23,7 @@ def wrap_loop(loop: Any, around: Around) -> None:
     """Runs each loop of `fit`, `evaluate` or `predict` within `around`.
 
     Args:
-      loop: the epoch iterator (`frames.loop_of_caller`); None: do nothing.
+      loop: the epoch iterator (`keras_calls.loop_of_caller`); None: do nothing.
       around: takes functions that return the steps so far as text ("3", or "2 times 4"
         with `steps_per_execution=4`), the planned steps, and the batches taken per
         iterator.
@@ -88,26 +88,6 @@ class _TakenBatches:
     def by_iterator(self) -> list[int] | None:
         """The counts in order of the iterators; None: unknown."""
         return None if self._counts is None else list(self._counts)
-
-
-def noticing_loops(distributed: Any, on_loop: Callable[[Any], None]) -> Any:
-    """Makes the dataset call `on_loop(epoch iterator)` once per loop that reads it.
-
-    Keras does not notify a strategy of a dataset that was distributed before; but it
-    reads `cardinality` while it creates the loop. Changes the class of `distributed`.
-    """
-    kind: Any = type(distributed)
-
-    class Noticing(kind):
-        @property
-        def cardinality(self) -> Any:
-            loop = loop_of_caller()
-            if loop is not None and "catch_stop_iteration" not in vars(loop):
-                on_loop(loop)
-            return super().cardinality
-
-    distributed.__class__ = Noticing
-    return distributed
 
 
 def raise_instead(loop: Any, error_of: Callable[[Exception], Exception | None]) -> None:

@@ -54,7 +54,8 @@ def warn_unless_first(callback: keras.callbacks.Callback) -> None:
 
     What they do after a step falls into the time that `callback` measures.
     """
-    callbacks = getattr(next(fits_around(), {}).get("callbacks"), "callbacks", [])
+    around = next(fits_around(), None)
+    callbacks = [] if around is None else around.callbacks
     if callbacks and callbacks[0] is not callback:
         name, before = type(callback).__name__, type(callbacks[0]).__name__
         warnings.warn(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfdp._private import frames, names
+from tfdp._private import keras_calls, names
 from tfdp._private.host_input import HostIterator
 from tfdp._private.keras_loops import begin_no_epoch_to_build
 from tfdp._private.names import NoneTensorSpec
@@ -50,7 +50,7 @@ class KerasInput:
         self._last: Any = None
 
     def __iter__(self) -> Iterator[Any]:
-        if frames.is_building_model():
+        if keras_calls.is_building_model():
             return iter([self._element_spec])
         if self._last is not None and not self._last.is_read:
             return self._last
@@ -66,7 +66,7 @@ def keras_input(element_spec: Any, distributed: Any, source: tf.data.Dataset) ->
     A spec with unknown axes besides the first cannot always stand for a batch: then
     Keras reads one, except from a generator, which one device, too, builds from.
     """
-    adapter = frames.adapter_of_caller()
+    adapter = keras_calls.adapter_of_caller()
     if adapter is None:
         return distributed
     begin_no_epoch_to_build(adapter)

@@ -15,8 +15,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp._private import names
-from tfdp._private.frames import adapter_of_caller
 from tfdp._private.host_input import read_on_host, share_memory
+from tfdp._private.keras_calls import adapter_of_caller
 from tfdp._private.step_ops import PYTHON
 
 EVERYTHING = -1

@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp._private.batch_stages import rows_of_batches
-from tfdp._private.frames import batch_size_of_caller
+from tfdp._private.keras_calls import batch_size_of_caller
 from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError, DataError
 from tfdp.tracing.padded_batch import PaddedBatch

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
+
+from tfdp.seams.table import SEAMS, owner_of
 
 
 @contextlib.contextmanager
@@ -32,13 +33,16 @@ def replace_for_good(
 ) -> None:
     """Replaces a function of a module, or a method of a class, in this process.
 
-    `replacement` takes the original and returns what takes its place.
+    `replacement` takes the original and returns what takes its place. Nothing is
+    replaced that is not there: `check_seams` refuses such a Keras.
     """
-    module, _, name = owner.partition(":")
-    found = importlib.import_module(module)
-    found = getattr(found, name) if name else found
-    original = getattr(found, attribute)
-    if not hasattr(original, "replaced_by_tfdp"):
-        replaced = replacement(original)
-        replaced.replaced_by_tfdp = True
-        setattr(found, attribute, replaced)
+    [row] = [
+        seam for seam in SEAMS if (seam.owner, seam.attribute) == (owner, attribute)
+    ]
+    with contextlib.suppress(ImportError, AttributeError):
+        found = owner_of(row)
+        original = getattr(found, attribute)
+        if not hasattr(original, "replaced_by_tfdp"):
+            replaced = replacement(original)
+            replaced.replaced_by_tfdp = True
+            setattr(found, attribute, replaced)

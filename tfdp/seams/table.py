@@ -11,6 +11,7 @@ import functools
 import importlib
 import inspect
 import os
+from types import CodeType
 from typing import Any
 
 import keras
@@ -46,7 +47,58 @@ class Seam:
     why: str
 
 
+@dataclasses.dataclass(frozen=True)
+class Look:
+    """Local variables of a function of Keras that tfdp reads from the call stack.
+
+    Args:
+      owner: "module" or "module:Class" that defines the function.
+      function: its name.
+      names: the local variables, or functions defined in it.
+      why: what Keras offers no other way to.
+    """
+
+    owner: str
+    function: str
+    names: tuple[str, ...]
+    why: str
+
+
+KERAS_TRAINER = "keras.src.backend.tensorflow.trainer"
+TRAINER = f"{KERAS_TRAINER}:TensorFlowTrainer"
+
+LOOKS: tuple[Look, ...] = (
+    Look(
+        TRAINER,
+        "fit",
+        ("self", "callbacks", "epoch_iterator", "initial_epoch", "val_x")
+        + ("epoch", "epochs"),
+        "callbacks get neither the input of their fit nor each other",
+    ),
+    Look(
+        TRAINER,
+        "evaluate",
+        ("self", "callbacks"),
+        "on several hosts its callbacks must not write on each of them",
+    ),
+    Look(TRAINER, "predict", ("self",), "a predict in a fit is no loop of that fit"),
+    Look(
+        TRAINER,
+        "_make_function",
+        ("one_step_on_data",),
+        "Keras averages what strategy.run returns to this function over the replicas",
+    ),
+    Look(
+        TRAINER,
+        "make_predict_function",
+        ("one_step_on_data_distributed",),
+        "Keras joins what strategy.run returns to this function",
+    ),
+)
+
 LOSS = "keras.src.losses.loss"
+METRICS = "keras.src.metrics.reduction_metrics"
+VARIABLE = "keras.src.backend.common.variables:Variable"
 
 SEAMS: tuple[Seam, ...] = (
     Seam(
@@ -57,14 +109,93 @@ SEAMS: tuple[Seam, ...] = (
         "always",
         "a replica's loss is divided by the denominator of the whole batch",
     ),
+    # What Keras does to variables, metrics, models and loops.
+    Seam(
+        VARIABLE,
+        "assign_add",
+        "(self, value)",
+        "always",
+        "notes the value that is added: Keras assigns the sum",
+    ),
+    Seam(
+        VARIABLE,
+        "assign_sub",
+        "(self, value)",
+        "always",
+        "as for assign_add",
+    ),
+    Seam(
+        "keras.src.backend.tensorflow.core:Variable",
+        "_initialize",
+        "(self, value)",
+        "always",
+        "notes the Keras variable whose TensorFlow variable is created",
+    ),
+    Seam(
+        f"{METRICS}:Mean",
+        "update_state",
+        "(self, values, sample_weight=None)",
+        "always",
+        "a number of all rows of a replica counts by the replica's rows",
+    ),
+    Seam(
+        f"{METRICS}:MeanMetricWrapper",
+        "update_state",
+        "(self, y_true, y_pred, sample_weight=None)",
+        "always",
+        "a number that a program's own function returns is checked first",
+    ),
+    Seam(
+        TRAINER,
+        "_maybe_symbolic_build",
+        "(self, iterator=None, data_batch=None)",
+        "always",
+        "notes the model that is built: Keras reads a batch only for its shapes",
+    ),
+    Seam(
+        "keras.src.trainers.trainer:Trainer",
+        "_symbolic_build",
+        "(self, iterator=None, data_batch=None)",
+        "always",
+        "a model in replicas is built from a plain batch, no PaddedBatch",
+    ),
+    Seam(
+        f"{KERAS_TRAINER}:TFEpochIterator",
+        "__init__",
+        "(self, distribute_strategy=None, *args, **kwargs)",
+        "always",
+        "notes the loop whose input is distributed",
+    ),
 )
 
 
-def owner_of(seam: Seam) -> Any:
+def owner_of(row: Seam | Look) -> Any:
     """The module or class that defines the method."""
-    module, _, name = seam.owner.partition(":")
+    module, _, name = row.owner.partition(":")
     found = importlib.import_module(module)
     return getattr(found, name) if name else found
+
+
+def names_in(code: CodeType) -> set[str]:
+    """The local variables of a function, those of functions in it included."""
+    return {*code.co_varnames, *code.co_cellvars, *code.co_freevars}
+
+
+def moved_looks(looks: tuple[Look, ...] = LOOKS) -> list[str]:
+    """The functions that lack a local variable of the table, with what is missing."""
+    found = []
+    for look in looks:
+        try:
+            function = inspect.unwrap(getattr(owner_of(look), look.function))
+        except (ImportError, AttributeError):
+            found.append(f"{look.owner} has no {look.function}")
+            continue
+        missing = {*look.names} - names_in(function.__code__)
+        found += [
+            f"{look.function} of {look.owner} has no local variable {name}"
+            for name in sorted(missing)
+        ]
+    return found
 
 
 def moved_seams(seams: tuple[Seam, ...] = SEAMS) -> list[str]:
@@ -94,16 +225,23 @@ def check_seams() -> None:
     """
     if os.environ.get(UNCHECKED) == "1":
         return
-    moved = moved_seams()
+    moved = [*moved_seams(), *moved_looks()]
     if moved:
-        checked = " ".join(f"{name}=={v}" for name, v in CHECKED_VERSIONS.items())
         raise SeamError(
             "tfdp replaces methods of Keras and TensorFlow to make training exact, and "
-            f"Keras {keras.__version__} with TensorFlow {tf.__version__} has others: "
-            f"{'; '.join(moved)}. Install versions that tfdp was checked with, "
-            f"{checked}. {UNCHECKED}=1 in the environment trains anyway, and results "
-            "may be wrong without an error."
+            f"this Keras or TensorFlow has others: {'; '.join(moved)}. "
+            f"{checked_versions()} {UNCHECKED}=1 in the environment trains anyway, and "
+            "results may be wrong without an error."
         )
+
+
+def checked_versions() -> str:
+    """The installed versions and those to install, for errors."""
+    checked = " ".join(f"{name}=={v}" for name, v in CHECKED_VERSIONS.items())
+    return (
+        f"Installed are Keras {keras.__version__} and TensorFlow {tf.__version__}: "
+        f"install versions that tfdp was checked with, {checked}."
+    )
 
 
 def _parameters(signature: inspect.Signature) -> str:

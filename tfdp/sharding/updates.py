@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfdp._private import names
-from tfdp._private.frames import is_made_for_autocast
+from tfdp._private.keras_calls import is_made_for_autocast
 from tfdp._private.keras_layers import autocast_dtype
 from tfdp._private.optimizer_hooks import strategy_of
 from tfdp.errors import ConfigurationError

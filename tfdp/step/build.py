@@ -9,33 +9,42 @@ while that is traced: Keras would build the compiled optimizer for all variables
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdp._private.keras_models import BUILD, build_symbolically
+from tfdp._private import keras_calls
 from tfdp.errors import TfdpError
-from tfdp.seams.replace import instance_attributes
+from tfdp.seams.replace import instance_attributes, replace_for_good
 from tfdp.step.dummy_rows import row_like
 from tfdp.step.find_optimizers import optimizers_of
 from tfdp.tracing.keras_steps import is_stock_step
 from tfdp.tracing.padded_batch import without_padding
 
+TRAINER = "keras.src.trainers.trainer:Trainer"
 
-def builds_from_plain_batch(model: Any) -> None:
-    """Makes the next symbolic build of `model` use a plain batch, no `PaddedBatch`."""
 
-    def symbolic_build(iterator: Any = None, data_batch: Any = None) -> None:
-        vars(model).pop(BUILD, None)
+def _from_plain_batch(original: Callable[..., None]) -> Callable[..., None]:
+    """Keras' `_symbolic_build`, in a strategy of tfdp from no `PaddedBatch`."""
+
+    @functools.wraps(original)
+    def symbolic_build(
+        model: Any, iterator: Any = None, data_batch: Any = None
+    ) -> None:
+        if keras_calls.model_to_build() is not model or not _is_of_replicas(model):
+            return original(model, iterator=iterator, data_batch=data_batch)
         if type(model).call is keras.Model.call:
-            return  # it cannot be called on a batch
+            return None  # it cannot be called on a batch
         is_stock = is_stock_step(model.train_step)
+        without = contextlib.nullcontext() if is_stock else _without_optimizer(model)
         try:
-            with contextlib.nullcontext() if is_stock else _without_optimizer(model):
+            with keras_calls.reading_ended(), without:
                 batch = _with_a_row(without_padding(data_batch))
-                build_symbolically(model, iterator=iterator, data_batch=batch)
+                original(model, iterator=iterator, data_batch=batch)
         except Exception as error:
             # One device does not call a built model: some cannot be called without
             # training (RandomCrop), or without ragged tensors.
@@ -44,9 +53,16 @@ def builds_from_plain_batch(model: Any) -> None:
             logging.getLogger("tfdp").debug(
                 "model %s is built by its train_step: %s", model.name, error
             )
+        return None
 
-    # Not setattr: Keras' objects track attributes.
-    vars(model)[BUILD] = symbolic_build
+    return symbolic_build
+
+
+def _is_of_replicas(model: Any) -> bool:
+    return hasattr(model.distribute_strategy.extended, "current_run")
+
+
+replace_for_good(TRAINER, "_symbolic_build", _from_plain_batch)
 
 
 def _with_a_row(batch: Any) -> Any:

@@ -19,10 +19,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp._private.frames import number_counted_by_mean
 from tfdp._private.keras_models import metrics_of_layers, metrics_within, own_values
 from tfdp._private.names import DistributedVariable, current_rank
-from tfdp.seams.replace import instance_attributes
+from tfdp.seams.replace import instance_attributes, replace_for_good
 from tfdp.step.local_run import SumOverHosts, summed_over_hosts
 from tfdp.tracing.assigned_terms import as_tensors
 from tfdp.tracing.loss_shares import Standing, key_of
@@ -74,13 +73,9 @@ def overridden_reports(
                     # they are passed.
                     own = metric.variables
                     run.checked_numbers.update(id(variable.value) for variable in own)
-                overrides = {"result": functools.partial(_result, metric, noted)}
-                update = _UPDATES.get(type(metric).update_state)
-                if update is not None:
-                    overrides["update_state"] = functools.partial(update, metric, run)
-                elif isinstance(metric, keras.metrics.Mean):
-                    stack.enter_context(_numbers_by_rows(metric, run))
-                stack.enter_context(instance_attributes(metric, overrides))
+                run.weighted_means.add(id(metric))
+                result = functools.partial(_result, metric, noted)
+                stack.enter_context(instance_attributes(metric, {"result": result}))
         yield noted
 
 
@@ -122,19 +117,36 @@ def _result(metric: Any, noted: NotedResults) -> Any:
     return result
 
 
-def _update_mean(
-    metric: Any, run: ReplicaRun, values: Any, sample_weight: Any = None
-) -> Any:
-    """`keras.metrics.Mean.update_state`, with a replica's numbers weighted by rows."""
-    update = keras.metrics.Mean.update_state.__get__(metric)
-    if current_run() is None:  # such as another thread, while this one traces
-        return update(values, sample_weight=sample_weight)
+def _of_replica(metric: Any) -> ReplicaRun | None:
+    """The run of the calling replica, if it reports `metric`."""
+    found = current_run()  # None in another thread, while this one traces
+    is_reported = found is not None and id(metric) in found[0].weighted_means
+    return found[0] if found is not None and is_reported else None
+
+
+def _weighting_numbers(update_state: Callable[..., Any]) -> Callable[..., Any]:
+    """`keras.metrics.Mean.update_state`, in replicas with numbers weighted by rows."""
+
+    @functools.wraps(update_state)
+    def update(metric: Any, values: Any, sample_weight: Any = None) -> Any:
+        run = _of_replica(metric)
+        if run is not None:
+            values, sample_weight = _weighted(metric, run, values, sample_weight)
+        return update_state(metric, values, sample_weight=sample_weight)
+
+    return update
+
+
+def _weighted(
+    metric: Any, run: ReplicaRun, values: Any, sample_weight: Any
+) -> tuple[Any, Any]:
+    """The values and weights to count for `values`; numbers of all rows by rows."""
     rank = current_rank()
     (number,) = as_tensors([values])  # a learning rate is a variable
     number = number if tf.is_tensor(number) else tf.convert_to_tensor(number)
     value = tf.cast(number, metric.dtype)
     if value.shape.rank is None:
-        return update(values, sample_weight=sample_weight)
+        return values, sample_weight
     is_number = not value.shape.rank
     if sample_weight is None and _has_no_rows(value, run, rank):
         value = number = tf.reduce_mean(value)
@@ -142,7 +154,7 @@ def _update_mean(
     if not is_number and (
         sample_weight is None or tf.convert_to_tensor(sample_weight).shape.rank
     ):
-        return update(values, sample_weight=sample_weight)  # row by row
+        return values, sample_weight  # row by row
     if is_number:
         value = _without_share(metric, run, rank, number, value)
     else:
@@ -151,8 +163,7 @@ def _update_mean(
     share = tf.cast(run.share_of(rank), value.dtype)
     if sample_weight is None:
         sample_weight = share
-    value = tf.where(share > 0, value, tf.zeros_like(value))
-    return update(value, sample_weight=sample_weight)
+    return tf.where(share > 0, value, tf.zeros_like(value)), sample_weight
 
 
 def _has_no_rows(value: tf.Tensor, run: ReplicaRun, rank: Any) -> bool:
@@ -176,55 +187,29 @@ def _without_share(
     return tf.math.divide_no_nan(value, in_group)
 
 
-@contextlib.contextmanager
-def _numbers_by_rows(metric: keras.metrics.Mean, run: ReplicaRun) -> Iterator[None]:
-    """Weights numbers that a user's subclass passes to Keras' `Mean.update_state` by
-    class, whose variables are overridden."""
+def _checking_numbers(update_state: Callable[..., Any]) -> Callable[..., Any]:
+    """`MeanMetricWrapper.update_state`, in replicas with numbers of functions of the
+    program's checked."""
 
-    def add_to_total(value: Any, *args: Any, **options: Any) -> Any:
-        number = number_counted_by_mean()
-        if number is not None and current_run() is not None:
-            rank = current_rank()
-            share = tf.cast(run.share_of(rank), value.dtype)
-            value = _without_share(metric, run, rank, number, value)
-            value = tf.where(share > 0, value * share, tf.zeros_like(value))
-        return type(metric.total).assign_add(metric.total, value, *args, **options)
-
-    def add_to_count(value: Any, *args: Any, **options: Any) -> Any:
-        number = number_counted_by_mean()
-        if number is not None and current_run() is not None:
-            value = tf.cast(run.share_of(current_rank()), number.dtype)
-        return type(metric.count).assign_add(metric.count, value, *args, **options)
-
-    with (
-        instance_attributes(metric.total, {"assign_add": add_to_total}),
-        instance_attributes(metric.count, {"assign_add": add_to_count}),
-    ):
-        yield
-
-
-def _update_wrapped(
-    metric: Any, run: ReplicaRun, y_true: Any, y_pred: Any, sample_weight: Any = None
-) -> Any:
-    """`MeanMetricWrapper.update_state`: a number of all rows is weighted by rows."""
-    values = None
-    if sample_weight is None and current_run() is not None:
-        values = own_values(metric, y_true, y_pred)
-    if values is not None:
+    @functools.wraps(update_state)
+    def update(metric: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        run, values = _of_replica(metric), None
+        if run is not None and sample_weight is None:
+            values = own_values(metric, y_true, y_pred)
+        if run is None or values is None:
+            return update_state(metric, y_true, y_pred, sample_weight=sample_weight)
         if not values.shape.rank:
             near = {key_of(one) for one in (y_true, y_pred) if tf.is_tensor(one)}
             rows = of_values(near)
             warn_about_number(run, current_rank(), metric, values, rows, near=True)
-        return _update_mean(metric, run, values)
-    update = keras.metrics.MeanMetricWrapper.update_state.__get__(metric)
-    return update(y_true, y_pred, sample_weight)
+        return keras.metrics.Mean.update_state(metric, values)
+
+    return update
 
 
-# By Keras' own methods, so that users' overrides are left alone.
-_UPDATES: dict[Any, Callable[..., Any]] = {
-    keras.metrics.Mean.update_state: _update_mean,
-    keras.metrics.MeanMetricWrapper.update_state: _update_wrapped,
-}
+METRICS = "keras.src.metrics.reduction_metrics"
+replace_for_good(f"{METRICS}:Mean", "update_state", _weighting_numbers)
+replace_for_good(f"{METRICS}:MeanMetricWrapper", "update_state", _checking_numbers)
 
 
 def reduce_logs(

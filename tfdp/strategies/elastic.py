@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp._private import frames
+from tfdp._private import frames, keras_calls
 from tfdp._private.keras_loops import watch_loop
 from tfdp._private.keras_models import initial_epoch, set_initial_epoch
 from tfdp.cluster import Cluster
@@ -66,7 +66,7 @@ def own_share(dataset: Any, cluster: Cluster, hosts: ElasticHosts) -> Any:
     if fit is None or not isinstance(dataset, tf.data.Dataset):
         return dataset
     _FitAmongHosts(fit, hosts)
-    if is_own_shard(frames.adapter_of_caller(), cluster.rank, cluster.workers):
+    if is_own_shard(keras_calls.adapter_of_caller(), cluster.rank, cluster.workers):
         return dataset
     return rows_of_place(dataset, cluster.rank, cluster.workers)
 
@@ -74,10 +74,10 @@ def own_share(dataset: Any, cluster: Cluster, hosts: ElasticHosts) -> Any:
 class _FitAmongHosts:
     """Announces the position of this `fit` to the group, and ends it with theirs."""
 
-    def __init__(self, fit: Mapping[str, Any], hosts: ElasticHosts):
+    def __init__(self, fit: frames.KerasLoop, hosts: ElasticHosts):
         self._hosts, self._model = hosts, fit["self"]
         self._epochs = int(fit["epochs"])
-        self._loop = frames.loop_of_caller()
+        self._loop = keras_calls.loop_of_caller()
         self._epoch_of_program = initial_epoch(self._model)
         #: Batches by which the group is ahead of this fit's own count.
         self._ahead = 0

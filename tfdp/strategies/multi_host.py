@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp._private import frames, names
+from tfdp._private import frames, keras_calls, names
 from tfdp.checks import is_whole
 from tfdp.cluster import Cluster, find_cluster, progress
 from tfdp.data.hosts import agree_on_seed, seed_to_share
@@ -360,7 +360,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         distributed = super().experimental_distribute_dataset(dataset, options)
-        if self._loops is None or frames.loop_of_caller() is not None:
+        if self._loops is None or keras_calls.loop_of_caller() is not None:
             return distributed
         return self._loops.watched(distributed, "a distributed dataset")
 

@@ -14,8 +14,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdp._private import frames
-from tfdp._private.keras_loops import noticing_loops, wrap_loop
+from tfdp._private import frames, keras_calls
+from tfdp._private.keras_calls import call_for_loops
+from tfdp._private.keras_loops import wrap_loop
 from tfdp._private.keras_models import initial_epoch, set_initial_epoch
 from tfdp._private.optimizer_hooks import rate_of
 from tfdp.callbacks.gather_from_hosts import first_rank_of, gather_from_hosts
@@ -47,16 +48,16 @@ class HostLoops:
 
     def part_of_host(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """This host's part of `dataset`, in the loop that is about to begin."""
-        fit, loop = frames.fit_of_caller(), frames.loop_of_caller()
+        fit, loop = frames.fit_of_caller(), keras_calls.loop_of_caller()
         override_callbacks(self._strategy, fit)
         link, name = self._link, new_dataset_name()
-        if has_own_shard(frames.adapter_of_caller(), link):
+        if has_own_shard(keras_calls.adapter_of_caller(), link):
             self._join(loop, name)
             return until_all_end(dataset, link, name)
         # Without a loop there is no moment at which hosts can compare.
         record = BatchRecord() if self._compares and loop is not None else None
         self._join(loop, name, record)
-        policies = policies_of(fit[0]) if fit is not None else ""
+        policies = policies_of(fit["self"]) if fit is not None else ""
         return own_part(dataset, link, policies, name, record)
 
     def part_of_function(self, dataset: tf.data.Dataset, name: str) -> tf.data.Dataset:
@@ -70,7 +71,7 @@ class HostLoops:
             override_callbacks(self._strategy, frames.fit_of_caller())
             self._join(loop, name)
 
-        return noticing_loops(distributed, join)
+        return call_for_loops(distributed, join)
 
     def _join(self, loop: Any, dataset: str, record: BatchRecord | None = None) -> None:
         """Makes all hosts start `loop`, if any, over `dataset`, and run it in step.
@@ -82,7 +83,8 @@ class HostLoops:
         # Before the loop builds or resets anything, which takes exchanges: a worker in
         # another place, as in the next step of an outer loop, would not join them.
         is_fit = frames.training_input_of_caller() is not None
-        call = f"{frames.loop_around()[0]} ({dataset})"
+        of_keras = frames.loop_around()
+        call = f"{of_keras.kind if of_keras is not None else ''} ({dataset})"
         self._link.start(call, only_within_a_loop=not is_fit)
 
         def around(
@@ -90,12 +92,14 @@ class HostLoops:
             planned: Callable[[], str],
             taken: Callable[[], list[int] | None],
         ) -> contextlib.AbstractContextManager[None]:
-            kind, held = frames.loop_around()
-            which = f"epoch {held['epoch'] + 1} of fit" if kind == "fit" else kind
-            name = f"{which or 'a loop'} ({dataset})"
+            found = frames.loop_around()
+            fit = found if found is not None and found.kind == "fit" else None
+            which = "a loop" if found is None else found.kind
+            if fit is not None:
+                which = f"epoch {fit['epoch'] + 1} of fit"
+            name = f"{which} ({dataset})"
             compared = NOTHING_TO_COMPARE
             if self._compares:
-                fit = held if kind == "fit" else None
                 compared = ComparedHosts(self._strategy, name, fit, record, taken)
             return self._link.loop_of_steps(made, planned, name, compared)
 
@@ -120,8 +124,8 @@ WRITERS = {
 EVENTS = [name for name in dir(keras.callbacks.Callback) if name.startswith("on_")]
 
 
-def override_callbacks(strategy: Any, fit: tuple[Any, Any] | None) -> None:
-    """Lets only worker 0 write files in `fit`, given its model and callbacks.
+def override_callbacks(strategy: Any, fit: frames.KerasLoop | None) -> None:
+    """Lets only worker 0 write files in `fit`.
 
     On the other workers, callbacks that write get instance methods that do nothing, and
     a `BackupAndRestore` receives weights and epoch from worker 0. Where the hosts share
@@ -129,7 +133,7 @@ def override_callbacks(strategy: Any, fit: tuple[Any, Any] | None) -> None:
     others write into a temporary folder.
     """
     is_chief = strategy.is_chief
-    for callback in tf.nest.flatten(fit[1]) if fit is not None else []:
+    for callback in tf.nest.flatten(fit.callbacks) if fit is not None else []:
         kind = next((k for k in WRITERS if isinstance(callback, k)), None)
         if kind is None or "_tfdp_restricted" in vars(callback):
             continue
@@ -212,7 +216,7 @@ class ComparedHosts(Compared):
     """The state that all hosts must share in one loop of `fit`, `evaluate`, `predict`.
 
     Args:
-      fit: the local variables of Keras' `fit`, if the loop is one of its epochs.
+      fit: Keras' `fit`, if the loop is one of its epochs.
       record: of batches that all hosts read; None: each host reads its own.
       taken: how many batches the steps took from each iterator; None: unknown.
     """
@@ -221,7 +225,7 @@ class ComparedHosts(Compared):
         self,
         strategy: Any,
         loop: str,
-        fit: Mapping[str, Any] | None,
+        fit: frames.KerasLoop | None,
         record: BatchRecord | None,
         taken: Callable[[], Sequence[int] | None],
     ):

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp._private import frames, names
+from tfdp._private import frames, keras_calls, names
 from tfdp._private.functions import is_function, traced_as
 from tfdp._private.grain_inputs import grain_input_of
 from tfdp._private.keras_loops import raise_instead
@@ -33,8 +33,8 @@ from tfdp.errors import (
     SameRowsWarning,
 )
 from tfdp.plan.shards import Sharding
+from tfdp.step import build  # noqa: F401 (replaces a method of Keras)
 from tfdp.step.buffer_synchronization import check_no_row_state
-from tfdp.step.build import builds_from_plain_batch
 from tfdp.step.call import StepCall
 from tfdp.step.find_optimizers import optimizers_of
 from tfdp.step.finite_guard import forget_failed_fit
@@ -232,7 +232,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         To build a model, Keras requests the mean of a batch. It gets one replica's
         batch: strings, sparse tensors and parts of different length have no mean.
         """
-        model = frames.model_built_by_caller()
+        model = keras_calls.model_to_build()
         if model is not None:
             self._take_over(model)
             return keras_steps.representative_batch(with_none(without_padding(value)))
@@ -247,14 +247,14 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         """The scope to create models in; see `tf.distribute.Strategy.scope`."""
         note_used()
         scope.check_not_nested(self)
-        model = frames.model_built_by_caller()
+        model = keras_calls.model_to_build()
         if model is not None:
             self._take_over(model)
-            builds_from_plain_batch(model)
         return super().scope()
 
     def _take_over(self, model: Any) -> None:
-        self._adopt_and_check(model, optimizers_of(model))
+        with keras_calls.reading_ended():  # it enters the scope again
+            self._adopt_and_check(model, optimizers_of(model))
         is_taken = (self._replicas > 1 or self.compiles_steps) and take_over_jit(model)
         if is_taken and not self.compiles_steps:
             self._jit_models.add(model)
@@ -281,18 +281,19 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """Splits global batches; see `tf.distribute.Strategy`."""
         self._first_fit.look(self, self._notes)
-        if frames.is_outermost_fit():
-            forget_failed_fit(next(frames.fits_around())["self"])
+        fit = frames.training_input_of_caller()
+        if fit is not None and len(list(frames.fits_around())) == 1:
+            forget_failed_fit(fit["self"])
         scope.check_not_nested(self)
         scope.check_dataset(dataset)
-        dataset = with_own_state(dataset, frames.adapter_of_caller())
+        dataset = with_own_state(dataset, keras_calls.adapter_of_caller())
         element_spec = dataset.element_spec
         if self._replicas > 1:
-            reader = frames.batch_size_of_caller()[0]
+            reader = keras_calls.batch_size_of_caller()[0]
             dataset = splittable(dataset, reader, self._splits_multiples_of())
         self._one_thread.check(self._hosts_of_batch)
         dataset = self._part_of_host(dataset)
-        raise_instead(frames.loop_of_caller(), why_not_joined)
+        raise_instead(keras_calls.loop_of_caller(), why_not_joined)
         is_odd = not is_of_one_size(dataset, self._replicas)
         if self.pad_batches and (is_odd or self.compiles_steps):
             rows = None if isinstance(self.pad_batches, bool) else self.pad_batches
@@ -320,7 +321,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         """N if multiples of N are split equally; None: all batches have one size."""
         is_filled = self.pad_batches or self.compiles_steps
         # A grain loader may read a shard on each host, with different batches.
-        is_grain = grain_input_of(frames.adapter_of_caller()) is not None
+        is_grain = grain_input_of(keras_calls.adapter_of_caller()) is not None
         has_shares = self._has_fixed_shares and not is_filled and not is_grain
         return self._replicas if has_shares else None
 

@@ -70,6 +70,8 @@ class ReplicaRun:
     counted: list[tuple[int, Any, tf.Tensor, bool]] = field(default_factory=list)
     #: Ids of metric variables that are checked elsewhere, or warned about already.
     checked_numbers: set[int] = field(default_factory=set)
+    #: Ids of metrics that count a number of all rows by the replica's rows.
+    weighted_means: set[int] = field(default_factory=set)
     #: Whether buffers that are still local are synchronized at the end of the step.
     synchronizes_at_end: bool = False
     #: Ids of those buffers, as the first replica found them; None: not computed yet.

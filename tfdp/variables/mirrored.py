@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp._private import names
-from tfdp._private.frames import number_added_by_keras
+from tfdp._private.keras_calls import number_added_by_keras
 from tfdp._private.variable_hooks import checkpoint_unless_hooked
 from tfdp.errors import CheckpointWarning, ConfigurationError
 from tfdp.tracing.assigned_terms import change_of, term_added_to

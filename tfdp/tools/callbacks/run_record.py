@@ -445,7 +445,7 @@ def _name_of(value: Any) -> str | None:
 def _batch_size(model: keras.Model) -> int | None:
     """Rows of a global batch, if `fit`'s data adapter states it."""
     for found in fits_around():
-        if found.get("self") is model:
-            adapter = getattr(found.get("epoch_iterator"), "data_adapter", None)
+        if found["self"] is model:
+            adapter = getattr(found["epoch_iterator"], "data_adapter", None)
             return getattr(adapter, "batch_size", None)
     return None

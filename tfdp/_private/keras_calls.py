@@ -1,0 +1,165 @@
+"""What Keras is doing in the calling thread, as methods that tfdp replaces note it.
+
+Keras calls the same strategy method, or creates the same kind of variable, for several
+purposes. The replaced methods note their arguments, and call Keras' own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.seams.replace import replace_for_good
+
+VARIABLES = "keras.src.backend.common.variables:Variable"
+TENSORFLOW_VARIABLES = "keras.src.backend.tensorflow.core:Variable"
+TRAINER = "keras.src.backend.tensorflow.trainer:TensorFlowTrainer"
+LOOP = "keras.src.backend.tensorflow.trainer:TFEpochIterator"
+
+
+class _Calls(threading.local):
+    """The innermost call of each kind in a thread."""
+
+    added: tuple[Any, Any, int] | None = None
+    initialized: Any = None
+    built: Any = None
+    is_reading: bool = False
+    loop: Any = None
+
+
+_calls = _Calls()
+_watched: weakref.WeakKeyDictionary[Any, Callable[[Any], None]]
+_watched = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def _noted(**values: Any) -> Iterator[None]:
+    before = {name: getattr(_calls, name) for name in values}
+    vars(_calls).update(values)
+    try:
+        yield
+    finally:
+        vars(_calls).update(before)
+
+
+def number_added_by_keras(variable: tf.Variable) -> Any:
+    """The value that `keras.Variable.assign_add` is adding to `variable`; else None.
+
+    It calls `assign` with the sum. For `assign_sub` the value is negated.
+    """
+    if _calls.added is None:
+        return None
+    of_keras, value, sign = _calls.added
+    if of_keras.value is not variable:
+        return None
+    number = tf.cast(value, variable.dtype)
+    return number if sign > 0 else -number
+
+
+def is_made_for_autocast() -> bool:
+    """Whether the variable being created belongs to a Keras variable that autocasts.
+
+    Not with `layer.add_weight(autocast=False)`.
+    """
+    return bool(getattr(_calls.initialized, "_autocast", False))
+
+
+def is_building_model() -> bool:
+    """Whether Keras is building a model from the first batch of its input."""
+    return _calls.built is not None
+
+
+def model_to_build() -> Any:
+    """The model for which Keras reads a batch, to build it; None: it builds already.
+
+    There Keras calls `strategy.reduce("MEAN", <a real batch>)` only for shapes and
+    dtypes. The arguments look like a user's reduction, which must stay one.
+    """
+    return _calls.built if _calls.is_reading else None
+
+
+def reading_ended() -> contextlib.AbstractContextManager[None]:
+    """Within this, Keras has the batch and builds."""
+    return _noted(is_reading=False)
+
+
+def loop_of_caller() -> Any:
+    """The epoch iterator of the Keras loop that creates its input; else None."""
+    return _calls.loop
+
+
+def adapter_of_caller() -> Any:
+    """The data adapter of the Keras loop that creates its input; else None."""
+    return getattr(_calls.loop, "data_adapter", None)
+
+
+def batch_size_of_caller() -> tuple[str | None, int | None]:
+    """The class name of the calling Keras loop's data adapter, and its batch size."""
+    adapter = adapter_of_caller()
+    if adapter is None:
+        return None, None
+    return type(adapter).__name__, adapter.batch_size
+
+
+def call_for_loops(distributed: Any, on_loop: Callable[[Any], None]) -> Any:
+    """Makes each Keras loop over the dataset call `on_loop(epoch iterator)` first.
+
+    Keras does not notify a strategy of a dataset that was distributed before.
+    """
+    _watched[distributed] = on_loop
+    return distributed
+
+
+def _noting_added(sign: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def replacement(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def add(self: Any, value: Any) -> Any:
+            with _noted(added=(self, value, sign)):
+                return original(self, value)
+
+        return add
+
+    return replacement
+
+
+def _noting_initialized(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def initialize(self: Any, value: Any) -> Any:
+        with _noted(initialized=self):
+            return original(self, value)
+
+    return initialize
+
+
+def _noting_built(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def build(self: Any, iterator: Any = None, data_batch: Any = None) -> Any:
+        with _noted(built=self, is_reading=True):
+            return original(self, iterator=iterator, data_batch=data_batch)
+
+    return build
+
+
+def _noting_loop(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        with _noted(loop=self):
+            original(self, *args, **kwargs)
+            on_loop = _watched.get(self._distributed_dataset)
+            if on_loop is not None:
+                on_loop(self)
+
+    return init
+
+
+replace_for_good(VARIABLES, "assign_add", _noting_added(1))
+replace_for_good(VARIABLES, "assign_sub", _noting_added(-1))
+replace_for_good(TENSORFLOW_VARIABLES, "_initialize", _noting_initialized)
+replace_for_good(TRAINER, "_maybe_symbolic_build", _noting_built)
+replace_for_good(LOOP, "__init__", _noting_loop)
