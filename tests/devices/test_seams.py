@@ -16,6 +16,7 @@ from tests.support.parity import make_strategy
 from tests.support.renamed_locals import locals_of, renamed
 from tfdp.errors import SeamError
 from tfdp.seams import table
+from tfdp.seams.replace import replace
 from tfdp.strategies import startup_checks
 
 ROWS, BATCH = 19, 7  # two replicas have 4 and 3 rows, and of the last batch 3 and 2
@@ -59,7 +60,8 @@ def checked_anew():
 
 def replaced():
     """The methods of Keras that are replaced for good."""
-    methods = [getattr(table.owner_of(s), s.attribute) for s in table.SEAMS]
+    rows = [seam for seam in table.SEAMS if seam.when == "always"]
+    methods = [getattr(table.owner_of(row), row.attribute) for row in rows]
     return [method for method in methods if hasattr(method, "replaced_by_tfdp")]
 
 
@@ -96,3 +98,11 @@ def test_the_checks_can_be_turned_off(monkeypatch):
     monkeypatch.setenv(table.UNCHECKED, "1")
     with renamed(keras.Model.fit, "epoch_iterator"):
         make_strategy(2)
+
+
+def test_what_is_not_in_the_table_is_not_replaced():
+    with pytest.raises(SeamError, match="not in its table"):
+        replace(keras.layers.Dense(1), "get_config", dict)
+    with pytest.raises(SeamError, match="no such attribute"):
+        with make_strategy(1).scope():
+            replace(keras.Model(), "optimizer", None)

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import keras
 
+from tfdp.seams.replace import is_replaced, replace
+
 RUN = "_run_through_graph"
 
 
@@ -36,7 +38,7 @@ def is_run_by_keras(model: keras.Model) -> bool:
 
 def is_overridden(functional: Any) -> bool:
     """Whether `override_runs` was called for it."""
-    return RUN in vars(functional)
+    return is_replaced(functional, RUN)
 
 
 def nodes_of(functional: Any) -> list[Node]:
@@ -87,5 +89,4 @@ def override_runs(
         outputs = run(flat, operation_fn)
         return keras.tree.pack_sequence_as(functional._outputs_struct, outputs)
 
-    # Bypasses Keras' __setattr__, which refuses changes after the build.
-    vars(functional)[RUN] = run_graph
+    replace(functional, RUN, run_graph)

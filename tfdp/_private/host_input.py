@@ -17,6 +17,8 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.distribute import input_lib
 
+from tfdp.seams.replace import with_state_of
+
 
 def read_on_host(distributed: Any) -> Any:
     """`distributed`, a dataset for the CPUs of one host, read directly.
@@ -34,10 +36,7 @@ def read_on_host(distributed: Any) -> Any:
         input_lib.DistributedDatasetsFromFunction: HostDatasetFromFunction,
     }
     # Copy all state of the dataset; only the class that reads differs.
-    kind = kinds[type(distributed)]
-    result = kind.__new__(kind)
-    vars(result).update(vars(distributed))
-    return result
+    return with_state_of(kinds[type(distributed)], distributed)
 
 
 def share_memory(devices: Sequence[str]) -> bool:

@@ -11,7 +11,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -23,14 +23,22 @@ TRAINER = "keras.src.backend.tensorflow.trainer:TensorFlowTrainer"
 LOOP = "keras.src.backend.tensorflow.trainer:TFEpochIterator"
 
 
-class _Calls(threading.local):
-    """The innermost call of each kind in a thread."""
+class _Now(NamedTuple):
+    """The innermost call of each kind."""
 
+    #: A Keras variable, the value that is added, and its sign.
     added: tuple[Any, Any, int] | None = None
+    #: The Keras variable whose TensorFlow variable is created.
     initialized: Any = None
+    #: The model that is built, and whether Keras still reads the batch for it.
     built: Any = None
     is_reading: bool = False
+    #: The epoch iterator that is created.
     loop: Any = None
+
+
+class _Calls(threading.local):
+    now = _Now()
 
 
 _calls = _Calls()
@@ -40,12 +48,11 @@ _watched = weakref.WeakKeyDictionary()
 
 @contextlib.contextmanager
 def _noted(**values: Any) -> Iterator[None]:
-    before = {name: getattr(_calls, name) for name in values}
-    vars(_calls).update(values)
+    before, _calls.now = _calls.now, _calls.now._replace(**values)
     try:
         yield
     finally:
-        vars(_calls).update(before)
+        _calls.now = before
 
 
 def number_added_by_keras(variable: tf.Variable) -> Any:
@@ -53,9 +60,9 @@ def number_added_by_keras(variable: tf.Variable) -> Any:
 
     It calls `assign` with the sum. For `assign_sub` the value is negated.
     """
-    if _calls.added is None:
+    if _calls.now.added is None:
         return None
-    of_keras, value, sign = _calls.added
+    of_keras, value, sign = _calls.now.added
     if of_keras.value is not variable:
         return None
     number = tf.cast(value, variable.dtype)
@@ -67,12 +74,12 @@ def is_made_for_autocast() -> bool:
 
     Not with `layer.add_weight(autocast=False)`.
     """
-    return bool(getattr(_calls.initialized, "_autocast", False))
+    return bool(getattr(_calls.now.initialized, "_autocast", False))
 
 
 def is_building_model() -> bool:
     """Whether Keras is building a model from the first batch of its input."""
-    return _calls.built is not None
+    return _calls.now.built is not None
 
 
 def model_to_build() -> Any:
@@ -81,7 +88,7 @@ def model_to_build() -> Any:
     There Keras calls `strategy.reduce("MEAN", <a real batch>)` only for shapes and
     dtypes. The arguments look like a user's reduction, which must stay one.
     """
-    return _calls.built if _calls.is_reading else None
+    return _calls.now.built if _calls.now.is_reading else None
 
 
 def reading_ended() -> contextlib.AbstractContextManager[None]:
@@ -91,12 +98,12 @@ def reading_ended() -> contextlib.AbstractContextManager[None]:
 
 def loop_of_caller() -> Any:
     """The epoch iterator of the Keras loop that creates its input; else None."""
-    return _calls.loop
+    return _calls.now.loop
 
 
 def adapter_of_caller() -> Any:
     """The data adapter of the Keras loop that creates its input; else None."""
-    return getattr(_calls.loop, "data_adapter", None)
+    return getattr(_calls.now.loop, "data_adapter", None)
 
 
 def batch_size_of_caller() -> tuple[str | None, int | None]:

@@ -23,6 +23,7 @@ from tfdp._private.keras_models import (
 )
 from tfdp._private.names import global_seed, stages_of
 from tfdp.errors import ConfigurationError, DataError
+from tfdp.seams.replace import replace
 
 SHUFFLES = {"_ShuffleDataset", "ShuffleDataset", "_RandomDataset", "RandomDataset"}
 END = object()
@@ -79,12 +80,12 @@ class PassesOfData:
         self._of_keras = epoch_iterator
         self._validated = validated
         self._started = 0
-        vars(epoch_iterator)["_get_iterator"] = self._counted
+        replace(epoch_iterator, "_get_iterator", self._counted)
         self._order = order_of(epoch_iterator)
         if hasattr(epoch_iterator.data_adapter, "py_dataset"):
             # Its order is drawn when an epoch ends, and was when `fit` began.
             self._order.note_pass()
-            vars(epoch_iterator.data_adapter)["on_epoch_end"] = self._counted_end
+            replace(epoch_iterator.data_adapter, "on_epoch_end", self._counted_end)
         #: Draws before this `fit`: a script may read the same data twice.
         self.drawn_before = self._order.drawn
 
@@ -191,7 +192,7 @@ class PassesOfData:
         enumerate_epoch = it._enumerate_iterator
 
         def first_epoch() -> Iterator[tuple[int, int, Any]]:
-            vars(it)["_enumerate_iterator"] = enumerate_epoch
+            replace(it, "_enumerate_iterator", enumerate_epoch)
             self.draw_again(place)
             is_first = True
             for begin, end, iterator in enumerate_epoch():
@@ -211,7 +212,7 @@ class PassesOfData:
                 if begin >= batch:
                     yield begin, end, iterator
 
-        vars(it)["_enumerate_iterator"] = first_epoch
+        replace(it, "_enumerate_iterator", first_epoch)
 
 
 def what_fit_reads(epoch_iterator: Any) -> tuple[tf.data.Dataset | None, bool]:

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfdp._private.host_input import HostIterator
 from tfdp._private.keras_calls import is_building_model
+from tfdp.seams.replace import replace
 
 Text = Callable[[], str]
 # Batches taken from each iterator over the input; None: unknown.
@@ -57,10 +58,8 @@ def wrap_loop(loop: Any, around: Around) -> None:
                 steps -= 1  # this step found the end of the input
                 raise
 
-    # In the instance dictionary: `fit` and the loop itself call these.
-    vars(loop).update(
-        _enumerate_iterator=counted, catch_stop_iteration=catch_stop_iteration
-    )
+    replace(loop, "_enumerate_iterator", counted)
+    replace(loop, "catch_stop_iteration", catch_stop_iteration)
 
 
 class _TakenBatches:
@@ -107,7 +106,7 @@ def raise_instead(loop: Any, error_of: Callable[[Exception], Exception | None]) 
                     raise
                 raise instead from error
 
-    vars(loop)["catch_stop_iteration"] = catch_stop_iteration
+    replace(loop, "catch_stop_iteration", catch_stop_iteration)
 
 
 def begin_no_epoch_to_build(adapter: Any) -> None:
@@ -122,7 +121,7 @@ def begin_no_epoch_to_build(adapter: Any) -> None:
         if not is_building_model():
             kind.on_epoch_begin(adapter)
 
-    vars(adapter)["on_epoch_begin"] = on_epoch_begin
+    replace(adapter, "on_epoch_begin", on_epoch_begin)
 
 
 def watch_loop(
@@ -145,4 +144,4 @@ def watch_loop(
                 return
             yield begin, end, iterator
 
-    vars(loop)["_enumerate_iterator"] = watched
+    replace(loop, "_enumerate_iterator", watched)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -13,12 +13,18 @@ import tensorflow as tf
 # Models that declare their outputs before they compute.
 from keras.src.models.functional import Functional
 
+from tfdp._private.keras_calls import TENSORFLOW_VARIABLES
 from tfdp._private.names import keras_state
+from tfdp.seams.replace import (
+    class_attribute,
+    instance_attributes,
+    is_replaced,
+    replace,
+    restore,
+)
 
 #: The layer attribute that holds what calls gave `add_loss`.
 LOSSES = "_losses"
-#: The model method that builds from the first batch.
-BUILD = "_symbolic_build"
 # The method that sets a variable's first value.
 INITIALIZE = "_initialize_with_initializer"
 EPOCH_LOGS = "_get_metrics_result_or_logs"
@@ -125,19 +131,15 @@ def build_as_declared(model: keras.Model, data_batch: Any) -> None:
             lambda output: tf.zeros(output.shape, output.dtype), outputs
         )
 
-    # setattr would track it as a part of the model.
-    vars(model)["call"] = call
-    try:
+    with instance_attributes(model, {"call": call}):
         build_symbolically(model, data_batch=data_batch)
-    finally:
-        del vars(model)["call"]
 
 
 def _declared_outputs(model: keras.Model, data_batch: Any) -> Any:
     """The outputs that the model declares for a batch, or None."""
     own = getattr(model, "_functional", None) or model  # of a Sequential model
     is_plain = type(model).call in (Functional.call, keras.Sequential.call)
-    if not is_plain or not isinstance(own, Functional) or "call" in vars(model):
+    if not is_plain or not isinstance(own, Functional) or is_replaced(model, "call"):
         return None
     if not all(layer.built for layer in model._flatten_layers()):
         return None
@@ -159,18 +161,14 @@ def _declared_outputs(model: keras.Model, data_batch: Any) -> Any:
 
 def updates_all_variables(model: keras.Model) -> bool:
     """Whether the model has Keras' train_step, with the compiled optimizer only."""
-    is_own = "train_step" in vars(model)
+    is_own = is_replaced(model, "train_step")
     return not is_own and type(model).train_step is keras.Model.train_step
 
 
 def build_without_optimizer(model: keras.Model, **arguments: Any) -> None:
     """As `build_symbolically`, but without the compiled optimizer."""
-    optimizer = vars(model).get("optimizer")
-    vars(model)["optimizer"] = None
-    try:
+    with instance_attributes(model, {"optimizer": None}):
         model._symbolic_build(**arguments)
-    finally:
-        vars(model)["optimizer"] = optimizer
 
 
 @contextlib.contextmanager
@@ -196,25 +194,21 @@ def large_variables_left_empty(least_bytes: int) -> Iterator[None]:
 
     Memory that is never written to takes no physical memory.
     """
-    original = getattr(keras.Variable, INITIALIZE, None)
-    if original is None:  # another Keras: initialize them
-        yield
-        return
 
-    def initialize(variable: Any, initializer: Any) -> None:
-        dtype = tf.as_dtype(variable.dtype)
-        if math.prod(variable.shape) * dtype.size < least_bytes:
-            original(variable, initializer)
-            return
-        variable._initialize(
-            lambda: tf.raw_ops.Empty(shape=variable.shape, dtype=dtype)
-        )
+    def replacement(original: Callable[..., None]) -> Callable[..., None]:
+        def initialize(variable: Any, initializer: Any) -> None:
+            dtype = tf.as_dtype(variable.dtype)
+            if math.prod(variable.shape) * dtype.size < least_bytes:
+                original(variable, initializer)
+                return
+            variable._initialize(
+                lambda: tf.raw_ops.Empty(shape=variable.shape, dtype=dtype)
+            )
 
-    setattr(keras.Variable, INITIALIZE, initialize)
-    try:
+        return initialize
+
+    with class_attribute(TENSORFLOW_VARIABLES, INITIALIZE, replacement):
         yield
-    finally:
-        setattr(keras.Variable, INITIALIZE, original)
 
 
 def initial_epoch(model: keras.Model) -> int:
@@ -233,14 +227,13 @@ def set_epoch_end_logs(model: keras.Model, logs: dict[str, Any]) -> None:
     Keras looks up metric results by the names in the last step's logs. {} ends it.
     """
     if not logs:
-        vars(model).pop(EPOCH_LOGS, None)
+        restore(model, EPOCH_LOGS)
         return
 
     def with_logs(found: dict[str, Any]) -> dict[str, Any]:
         return getattr(type(model), EPOCH_LOGS)(model, found or logs)
 
-    # setattr would track it as a part of the model.
-    vars(model)[EPOCH_LOGS] = with_logs
+    replace(model, EPOCH_LOGS, with_logs)
 
 
 def mask_of(tensor: Any) -> Any:

@@ -58,6 +58,8 @@ from tensorflow.python.ops.resource_variable_ops import (
 )
 from tensorflow.python.saved_model.save_context import in_save_context
 
+from tfdp.seams.replace import replace
+
 
 def common_devices(
     value_destination_pairs: Sequence[tuple[Any, Any]],
@@ -166,7 +168,7 @@ def with_host_datasets(
     # The attribute of datasets, and of functions that make them.
     for name in ("_cloned_datasets", "_datasets"):
         if hasattr(distributed, name):
-            setattr(distributed, name, [change(d) for d in getattr(distributed, name)])
+            replace(distributed, name, [change(d) for d in getattr(distributed, name)])
     return distributed
 
 

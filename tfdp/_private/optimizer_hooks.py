@@ -12,6 +12,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdp.seams.replace import replace
+
 # The methods that `apply` calls, in this order.
 REDUCE = "_all_reduce_sum_gradients"
 CLIP = "_clip_gradients"
@@ -55,8 +57,7 @@ def put_under(
     optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy
 ) -> None:
     """Sets the strategy that `strategy_of` returns."""
-    # setattr would track it: Keras' objects do.
-    vars(optimizer)["_distribution_strategy"] = strategy
+    replace(optimizer, "_distribution_strategy", strategy)
 
 
 def variables_built_with(optimizer: keras.optimizers.Optimizer) -> list[Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp._private.names import ResourceVariable
+from tfdp.seams.replace import is_replaced, replace
 
 VALUE = "VARIABLE_VALUE"
 WRITE, READ = "_serialize_to_tensors", "_restore_from_tensors"
@@ -18,15 +19,15 @@ def checkpoint_as(
     variable: Any, write: Callable[[], Any], read: Callable[[tf.Tensor], None]
 ) -> None:
     """Makes checkpoints store the result of `write`, and pass it to `read`."""
-    vars(variable)[WRITE] = lambda: {VALUE: write()}
-    vars(variable)[READ] = lambda tensors: read(tensors[VALUE])
+    replace(variable, WRITE, lambda: {VALUE: write()})
+    replace(variable, READ, lambda tensors: read(tensors[VALUE]))
 
 
 def checkpoint_unless_hooked(
     variable: Any, write: Callable[[], Any], read: Callable[[tf.Tensor], None]
 ) -> None:
     """`checkpoint_as`, unless the variable has an override already."""
-    if WRITE not in vars(variable):
+    if not is_replaced(variable, WRITE):
         checkpoint_as(variable, write, read)
 
 
@@ -42,8 +43,8 @@ def note_restored(
         assign_each(components, [tensors[VALUE]] * len(components))
         call()
 
-    vars(variable)[WRITE] = lambda: components[0]._serialize_to_tensors()
-    vars(variable)[READ] = read
+    replace(variable, WRITE, lambda: components[0]._serialize_to_tensors())
+    replace(variable, READ, read)
 
 
 def assign_each(components: Sequence[tf.Variable], values: Iterable[Any]) -> None:

@@ -30,13 +30,22 @@ from tfdp.errors import ConfigurationError, TooLateWarning
 from tfdp.exchange.engine import exchanges_of
 from tfdp.layers import recompute
 from tfdp.layers.segments import cut_in_segments
+from tfdp.seams.replace import replace, restore
 from tfdp.tracing.run import current_run, name_of_gradient
 from tfdp.variables.global_seed import drawing_globally
 
 LayerOrModel = TypeVar("LayerOrModel", bound=keras.layers.Layer)
 POLICIES = ("each", "whole", "segments")
 
-_local = threading.local()
+
+class _Begun(threading.local):
+    """By direction: a graph, and what its blocks were given so far."""
+
+    def __init__(self) -> None:
+        self.ways: dict[str, Any] = {}
+
+
+_local = _Begun()
 
 
 def remat(
@@ -114,8 +123,7 @@ def remat(
         return layer
     for block in _blocks(layer, policy):
         if not getattr(block.call, "is_rematerialized", False):
-            # Not by setattr: Keras refuses changes after the build.
-            vars(block)["call"] = _twice(block, block.call, prefetch)
+            replace(block, "call", _twice(block, block.call, prefetch))
     return layer
 
 
@@ -264,10 +272,9 @@ def _after_block(tensors: Sequence[tf.Tensor], way: str, prefetch: int) -> Any:
     if tf.executing_eagerly():
         return tf.control_dependencies(None)
     graph = tf.compat.v1.get_default_graph()
-    begun: Any = getattr(_local, way, None)
+    begun: Any = _local.ways.get(way)
     if begun is None or begun[0]() is not graph:
-        begun = (weakref.ref(graph), [])
-        setattr(_local, way, begun)
+        begun = _local.ways[way] = (weakref.ref(graph), [])
     begun[1].append(list(tensors))
     earlier = begun[1][max(len(begun[1]) - 1 - prefetch, 0)]
     return tf.control_dependencies(earlier)
@@ -396,6 +403,13 @@ class _RandomDraws:
             yield
 
 
+class _Draws(threading.local):
+    """By generator: how this thread draws."""
+
+    def __init__(self) -> None:
+        self.draws: dict[int, Draw] = {}
+
+
 class _DrawOverrides:
     """Overrides `next` of seed generators, in each thread independently.
 
@@ -404,7 +418,7 @@ class _DrawOverrides:
     """
 
     def __init__(self) -> None:
-        self._of_thread = threading.local()
+        self._of_thread = _Draws()
         self._lock = threading.Lock()
         self._users: dict[int, int] = defaultdict(int)
 
@@ -413,7 +427,7 @@ class _DrawOverrides:
         self, generator: Any, override: Callable[[Draw], Draw]
     ) -> Iterator[None]:
         """Applies `override` to draws in this thread; nested blocks stack."""
-        key, own = id(generator), self._of_this_thread()
+        key, own = id(generator), self._of_thread.draws
         outer = own.get(key)
         own[key] = override(outer or _plain(generator))
         self._use(generator, 1)
@@ -426,23 +440,18 @@ class _DrawOverrides:
             else:
                 own[key] = outer
 
-    def _of_this_thread(self) -> dict[int, Draw]:
-        found: dict[int, Draw] = vars(self._of_thread).setdefault("draws", {})
-        return found
-
     def _use(self, generator: Any, change: int) -> None:
         with self._lock:
             self._users[id(generator)] += change
             if not self._users[id(generator)]:
                 del self._users[id(generator)]
-                vars(generator).pop("next")
+                restore(generator, "next")
             elif change > 0:
-                # Not by setattr: Keras tracks attributes.
-                vars(generator)["next"] = self._next_of(generator)
+                replace(generator, "next", self._next_of(generator))
 
     def _next_of(self, generator: Any) -> Callable:
         def draw(ordered: bool = True) -> Any:
-            override = self._of_this_thread().get(id(generator))
+            override = self._of_thread.draws.get(id(generator))
             return (override or _plain(generator))(ordered)
 
         return draw

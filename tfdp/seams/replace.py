@@ -1,23 +1,28 @@
-"""Replaces methods of Keras' and TensorFlow's objects: the only place that does."""
+"""Replaces methods of Keras' and TensorFlow's objects: the only place that does.
+
+What has no row in the table of seams is refused.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from tfdp.seams.table import SEAMS, owner_of
+from tfdp.errors import SeamError
+from tfdp.seams.table import SEAMS, Seam, checked_versions, owner_of
+
+OWN = "_tfdp_"
 
 
 @contextlib.contextmanager
-def instance_attributes(target: Any, attributes: dict[str, Any]) -> Iterator[None]:
-    """Sets attributes in the instance dictionary, and restores it afterwards.
-
-    Not by setattr: Keras' objects track what is set on them.
-    """
+def instance_attributes(target: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
+    """Replaces attributes of an instance, and restores them afterwards."""
     own = vars(target)
     before = {name: own[name] for name in attributes if name in own}
-    own.update(attributes)
+    for name, value in attributes.items():
+        replace(target, name, value)
     try:
         yield
     finally:
@@ -25,7 +30,50 @@ def instance_attributes(target: Any, attributes: dict[str, Any]) -> Iterator[Non
             if name in before:
                 own[name] = before[name]
             else:
-                own.pop(name, None)
+                restore(target, name)
+
+
+def replace(target: Any, attribute: str, value: Any) -> None:
+    """Replaces an attribute of an instance, in its dictionary.
+
+    Not by setattr: Keras' objects track what is set on them, and refuse some.
+    """
+    if not any(isinstance(target, owner) for owner in _owners(attribute)):
+        raise SeamError(
+            f"tfdp replaces {attribute} of {type(target).__name__}, which is not in "
+            f"its table of seams. {checked_versions()}"
+        )
+    own = vars(target)
+    if attribute not in own and not hasattr(type(target), attribute):
+        raise SeamError(
+            f"tfdp replaces {attribute} of {type(target).__name__}, which has no such "
+            f"attribute. {checked_versions()}"
+        )
+    own[attribute] = value
+
+
+def restore(target: Any, attribute: str) -> None:
+    """Lets the class of an instance decide about an attribute again."""
+    vars(target).pop(attribute, None)
+
+
+def is_replaced(target: Any, attribute: str) -> bool:
+    """Whether an instance has an attribute in its dictionary."""
+    return attribute in vars(target)
+
+
+def note_on(target: Any, name: str, value: Any) -> None:
+    """Keeps a value of tfdp's own with an instance, which does not track it."""
+    if not name.startswith(OWN):
+        raise SeamError(f"A note on an object of another package begins with {OWN}.")
+    vars(target)[name] = value
+
+
+def with_state_of(kind: Any, source: Any) -> Any:
+    """An object of a subclass of tfdp's with all attributes of `source`."""
+    result = kind.__new__(kind)
+    vars(result).update(vars(source))
+    return result
 
 
 def replace_for_good(
@@ -36,13 +84,42 @@ def replace_for_good(
     `replacement` takes the original and returns what takes its place. Nothing is
     replaced that is not there: `check_seams` refuses such a Keras.
     """
-    [row] = [
-        seam for seam in SEAMS if (seam.owner, seam.attribute) == (owner, attribute)
-    ]
     with contextlib.suppress(ImportError, AttributeError):
-        found = owner_of(row)
+        found = owner_of(_row_of(owner, attribute))
         original = getattr(found, attribute)
         if not hasattr(original, "replaced_by_tfdp"):
             replaced = replacement(original)
             replaced.replaced_by_tfdp = True
             setattr(found, attribute, replaced)
+
+
+@contextlib.contextmanager
+def class_attribute(
+    owner: str, attribute: str, replacement: Callable[[Any], Any]
+) -> Iterator[None]:
+    """Within this, a method of a class is replaced, for all threads."""
+    found = owner_of(_row_of(owner, attribute))
+    original = vars(found)[attribute]
+    setattr(found, attribute, replacement(original))
+    try:
+        yield
+    finally:
+        setattr(found, attribute, original)
+
+
+def _row_of(owner: str, attribute: str) -> Seam:
+    for seam in SEAMS:
+        if (seam.owner, seam.attribute) == (owner, attribute):
+            return seam
+    raise SeamError(f"{attribute} of {owner} is not in the table of seams of tfdp.")
+
+
+@functools.cache
+def _owners(attribute: str) -> tuple[type, ...]:
+    """The classes with a row for an attribute."""
+    found = []
+    for seam in SEAMS:
+        if seam.attribute == attribute:
+            with contextlib.suppress(ImportError, AttributeError):
+                found.append(owner_of(seam))
+    return tuple(kind for kind in found if isinstance(kind, type))

@@ -31,8 +31,8 @@ class Seam:
     Args:
       owner: "module" or "module:Class" that defines it.
       attribute: its name.
-      signature: its parameters as Python prints them, without annotations; None for an
-        attribute that is no function.
+      signature: its parameters as Python prints them, without annotations; None if
+        versions that work differ; `DATA` for an attribute that is no function.
       when: "always" (once per process; the replacement calls the original outside of
         tfdp's replicas), "step" (on instances, while replicas are traced), "loop" (on
         instances, during a loop of `fit`, `evaluate` or `predict`), "object" (on one
@@ -45,6 +45,15 @@ class Seam:
     signature: str | None
     when: str
     why: str
+
+
+#: The signature of an attribute with data, which only instances have.
+DATA = "data"
+
+
+def _seams(owner: str, when: str, why: str, **signatures: str | None) -> list[Seam]:
+    """Seams of one owner that have a reason in common, by their names."""
+    return [Seam(owner, name, s, when, why) for name, s in signatures.items()]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +106,9 @@ LOOKS: tuple[Look, ...] = (
 )
 
 LOSS = "keras.src.losses.loss"
+OPTIMIZER = "keras.src.optimizers.optimizer:Optimizer"
+BASE_TRAINER = "keras.src.trainers.trainer:Trainer"
+EPOCH_ITERATOR = "keras.src.trainers.epoch_iterator:EpochIterator"
 METRICS = "keras.src.metrics.reduction_metrics"
 VARIABLE = "keras.src.backend.common.variables:Variable"
 
@@ -153,7 +165,7 @@ SEAMS: tuple[Seam, ...] = (
         "notes the model that is built: Keras reads a batch only for its shapes",
     ),
     Seam(
-        "keras.src.trainers.trainer:Trainer",
+        BASE_TRAINER,
         "_symbolic_build",
         "(self, iterator=None, data_batch=None)",
         "always",
@@ -166,9 +178,179 @@ SEAMS: tuple[Seam, ...] = (
         "always",
         "notes the loop whose input is distributed",
     ),
+    # Instances, while replicas are traced; of several rows for one method, and of
+    # several replacements by one row, the later runs first and calls the earlier.
+    *_seams(
+        OPTIMIZER,
+        "step",
+        "gradients are summed before they are clipped, tested and used",
+        apply="(self, grads, trainable_variables=None)",
+        apply_gradients="(self, grads_and_vars)",
+        _all_reduce_sum_gradients="(self, grads_and_vars)",
+        _clip_gradients="(self, grads)",
+    ),
+    *_seams(
+        OPTIMIZER,
+        "step",
+        "each replica updates its shards",
+        _backend_apply_gradients="(self, grads, trainable_variables)",
+        _backend_update_step="(self, grads, trainable_variables, learning_rate)",
+        _distributed_tf_update_step="(self, distribution, grads_and_vars, "
+        "learning_rate)",
+        _apply_weight_decay="(self, variables)",
+        _update_model_variables_moving_average="(self, trainable_variables)",
+        _overwrite_model_variables_with_average_value="(self, trainable_variables)",
+        update_step="(self, gradient, variable, learning_rate)",
+    ),
+    *_seams(
+        OPTIMIZER,
+        "context",
+        "optimizers are built before the step, and several of a model by themselves",
+        scale_loss="(self, loss)",
+        add_variable="(self, shape, initializer='zeros', dtype=None, "
+        "aggregation='none', layout=None, name=None)",
+        build="(self, variables)",
+        built=DATA,
+    ),
+    *_seams(
+        OPTIMIZER,
+        "object",
+        "an optimizer made outside of the scope is moved into it",
+        _distribution_strategy=DATA,
+    ),
+    *_seams(
+        "keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer",
+        "step",
+        "replicas agree on whether gradients are finite",
+        check_finite="(self, grads)",
+    ),
+    *_seams(
+        VARIABLE,
+        "step",
+        "the state of a shard has the shard's shape while it is updated",
+        _shape=DATA,
+    ),
+    *_seams(
+        "keras.src.metrics.metric:Metric",
+        "step",
+        "results are noted, to be computed from the sums of all replicas; padding "
+        "does not count",
+        result="(self)",
+        update_state="(self, *args, **kwargs)",
+    ),
+    *_seams(
+        f"{LOSS}:Loss",
+        "step",
+        "sums of rows are shares of the sum over all rows",
+        call="(self, y_true, y_pred)",
+    ),
+    *_seams(
+        BASE_TRAINER,
+        "step",
+        "padding and dummy rows have no loss; the loss is checked",
+        compute_loss="(self, x=None, y=None, y_pred=None, sample_weight=None, "
+        "training=True)",
+        compute_metrics="(self, x, y, y_pred, sample_weight=None)",
+        _aggregate_additional_loss="(self, loss)",
+    ),
+    *_seams(
+        "keras.src.layers.layer:Layer",
+        "step",
+        "each replica has its own added losses; padding is no part of statistics; "
+        "blocks compute twice (object)",
+        call="(self, *args, **kwargs)",
+        _losses=DATA,
+    ),
+    *_seams(
+        "tensorflow.python.distribute.distribute_lib:ReplicaContext",
+        "step",
+        "dummy rows are not gathered",
+        all_gather="(self, value, axis, options=None)",
+    ),
+    # Instances, for longer.
+    *_seams(
+        EPOCH_ITERATOR,
+        "loop",
+        "hosts keep their loops in step, and a fit begins within an epoch",
+        _get_iterator="(self)",
+        _enumerate_iterator="(self)",
+        catch_stop_iteration="(self)",
+    ),
+    *_seams(
+        "keras.src.trainers.data_adapters.data_adapter:DataAdapter",
+        "loop",
+        "no epoch begins while a model is built, and passes are counted",
+        on_epoch_begin="(self)",
+        on_epoch_end="(self)",
+    ),
+    *_seams(
+        BASE_TRAINER,
+        "object",
+        "an epoch without remaining batches ends with the logs of before",
+        _get_metrics_result_or_logs="(self, logs)",
+    ),
+    *_seams(
+        BASE_TRAINER,
+        "context",
+        "a model with its own train_step is built without the compiled optimizer",
+        optimizer=DATA,
+    ),
+    *_seams(
+        "keras.src.ops.function:Function",
+        "object",
+        "a functional model computes twice, segment by segment",
+        _run_through_graph=None,
+    ),
+    *_seams(
+        "keras.src.random.seed_generator:SeedGenerator",
+        "context",
+        "a block that computes twice draws the same numbers again",
+        next="(self, ordered=True)",
+    ),
+    *_seams(
+        "keras.src.backend.tensorflow.core:Variable",
+        "context",
+        "large weights of a model that never runs stay empty",
+        _initialize_with_initializer="(self, initializer)",
+    ),
+    *_seams(
+        "tensorflow.python.trackable.base:Trackable",
+        "object",
+        "files hold what one device would have written",
+        _serialize_to_tensors="(self)",
+        _restore_from_tensors="(self, restored_tensors)",
+    ),
+    *_seams(
+        "tensorflow.python.distribute.input_lib:DistributedDataset",
+        "object",
+        "datasets outlive their readers",
+        _cloned_datasets=DATA,
+    ),
+    *_seams(
+        "tensorflow.python.distribute.input_lib:DistributedDatasetsFromFunction",
+        "object",
+        "datasets outlive their readers",
+        _datasets=DATA,
+    ),
+    *_seams(
+        "keras.src.callbacks.callback:Callback",
+        "object",
+        "on several hosts only worker 0 writes files",
+        set_model="(self, model)",
+        **{
+            f"on_{what}{when}": f"(self, {given}logs=None)"
+            for when in ("_begin", "_end")
+            for what, given in (
+                *(("epoch", "epoch, "), ("batch", "batch, "), ("train", "")),
+                *(("test", ""), ("predict", ""), ("train_batch", "batch, ")),
+                *(("test_batch", "batch, "), ("predict_batch", "batch, ")),
+            )
+        },
+    ),
 )
 
 
+@functools.cache
 def owner_of(row: Seam | Look) -> Any:
     """The module or class that defines the method."""
     module, _, name = row.owner.partition(":")
@@ -203,12 +385,13 @@ def moved_seams(seams: tuple[Seam, ...] = SEAMS) -> list[str]:
     found = []
     for seam in seams:
         try:
-            method = getattr(owner_of(seam), seam.attribute)
+            owner: Any = owner_of(seam)
+            method = owner if seam.signature == DATA else getattr(owner, seam.attribute)
         except (ImportError, AttributeError):
             found.append(f"{seam.owner} has no {seam.attribute}")
             continue
-        if seam.signature is None:
-            continue
+        if seam.signature in (None, DATA):
+            continue  # data is found missing where it is replaced
         there = _parameters(inspect.signature(method))
         if there != seam.signature:
             found.append(

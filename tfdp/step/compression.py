@@ -176,7 +176,7 @@ def _state_of(optimizer: Optimizer, compressed: CompressedSums) -> CompressionSt
         # An attribute, so that checkpoints include it, and restore it when it is made
         # after reading a checkpoint.
         state = CompressionState(compressed)
-        setattr(optimizer, STATE, state)
+        optimizer.compression_state = state
     return state
 
 

@@ -22,7 +22,7 @@ import tensorflow as tf
 from tfdp._private.keras_models import layers_within
 from tfdp._private.names import current_rank
 from tfdp._private.optimizer_hooks import variables_built_with
-from tfdp.seams.replace import instance_attributes
+from tfdp.seams.replace import instance_attributes, replace
 from tfdp.sharding.variables import ShardedVariable
 from tfdp.step.find_optimizers import optimizers_of
 from tfdp.step.local_run import LocalLook
@@ -179,7 +179,8 @@ def _run_again(
     def again(parts: list[Any]) -> None:
         for optimizer, methods in examining:
             # On top of this run's overrides, with which they are removed.
-            vars(optimizer).update(methods)
+            for name, method in methods.items():
+                replace(optimizer, name, method)
         arguments = tf.nest.pack_sequence_as(structure, parts, expand_composites=True)
         args, kwargs = arguments
         model.train_step(*args, **kwargs)

@@ -20,6 +20,7 @@ from tfdp._private.names import (
     time_in_graph,
 )
 from tfdp.errors import ConfigurationError
+from tfdp.seams.replace import note_on
 from tfdp.step.batch_first import tensors_of_this_graph
 from tfdp.step.guard_notes import scale_when_summed
 from tfdp.tracing.run import ReplicaRun
@@ -31,14 +32,13 @@ Kind = TypeVar("Kind")
 
 def attach(model: keras.Model, observer: Any) -> None:
     """Adds `observer` to steps of `model` that are traced from now on."""
-    # Not setattr, which would track it as a part of the model.
-    vars(model).setdefault(OBSERVERS, []).append(observer)
+    note_on(model, OBSERVERS, [*observers_of(model, object), observer])
 
 
 def detach(model: keras.Model, observer: Any) -> None:
     """Removes `observer` from steps of `model` that are traced from now on."""
     others = [one for one in observers_of(model, object) if one is not observer]
-    vars(model)[OBSERVERS] = others
+    note_on(model, OBSERVERS, others)
 
 
 def observers_of(model: Any, kind: type[Kind]) -> list[Kind]:

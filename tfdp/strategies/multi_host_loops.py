@@ -31,6 +31,7 @@ from tfdp.data.same_batches import (
 )
 from tfdp.errors import CollectiveError, ReplicaDriftError
 from tfdp.hosts.host_link import NOTHING_TO_COMPARE, Compared, HostLink
+from tfdp.seams.replace import is_replaced, note_on, replace
 from tfdp.sharding.variables import ShardedVariable, noted_assignments
 from tfdp.step.find_optimizers import innermost_optimizers, optimizers_of
 from tfdp.step.replicated_state import replicated_state_of
@@ -121,6 +122,7 @@ WRITERS = {
     ),
 }
 # In the order of calls; a model is set before training begins.
+RESTRICTED = "_tfdp_restricted"
 EVENTS = [name for name in dir(keras.callbacks.Callback) if name.startswith("on_")]
 
 
@@ -135,18 +137,19 @@ def override_callbacks(strategy: Any, fit: frames.KerasLoop | None) -> None:
     is_chief = strategy.is_chief
     for callback in tf.nest.flatten(fit.callbacks) if fit is not None else []:
         kind = next((k for k in WRITERS if isinstance(callback, k)), None)
-        if kind is None or "_tfdp_restricted" in vars(callback):
+        if kind is None or is_replaced(callback, RESTRICTED):
             continue
-        own = vars(callback)
-        own["_tfdp_restricted"] = True
+        note_on(callback, RESTRICTED, True)
         if not is_chief and strategy.shards_over_hosts:
             _write_elsewhere(callback, WRITERS[kind])
         elif not is_chief:
-            own.update(dict.fromkeys(EVENTS, _do_nothing))
+            for event in EVENTS:
+                replace(callback, event, _do_nothing)
             if isinstance(callback, keras.callbacks.TensorBoard):
-                own["set_model"] = callback.set_model = _do_nothing
+                replace(callback, "set_model", _do_nothing)
         if isinstance(callback, keras.callbacks.BackupAndRestore):
-            own["on_train_begin"] = functools.partial(_restore, strategy, callback)
+            restored = functools.partial(_restore, strategy, callback)
+            replace(callback, "on_train_begin", restored)
 
 
 def _write_elsewhere(callback: Any, attributes: tuple[str, ...]) -> None:
