@@ -16,11 +16,9 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfdp.seams.replace import replace_for_good
+from tfdp.seams.table import KERAS_TRAINER, MODEL, VARIABLE
 
-VARIABLES = "keras.src.backend.common.variables:Variable"
-TENSORFLOW_VARIABLES = "keras.src.backend.tensorflow.core:Variable"
-TRAINER = "keras.src.backend.tensorflow.trainer:TensorFlowTrainer"
-LOOP = "keras.src.backend.tensorflow.trainer:TFEpochIterator"
+LOOP = f"{KERAS_TRAINER}:TFEpochIterator"
 
 
 class _Now(NamedTuple):
@@ -165,8 +163,8 @@ def _noting_loop(original: Callable[..., Any]) -> Callable[..., Any]:
     return init
 
 
-replace_for_good(VARIABLES, "assign_add", _noting_added(1))
-replace_for_good(VARIABLES, "assign_sub", _noting_added(-1))
-replace_for_good(TENSORFLOW_VARIABLES, "_initialize", _noting_initialized)
-replace_for_good(TRAINER, "_maybe_symbolic_build", _noting_built)
+replace_for_good(VARIABLE, "assign_add", _noting_added(1))
+replace_for_good(VARIABLE, "assign_sub", _noting_added(-1))
+replace_for_good(VARIABLE, "_initialize", _noting_initialized)
+replace_for_good(MODEL, "_maybe_symbolic_build", _noting_built)
 replace_for_good(LOOP, "__init__", _noting_loop)

@@ -13,7 +13,6 @@ import tensorflow as tf
 # Models that declare their outputs before they compute.
 from keras.src.models.functional import Functional
 
-from tfdp._private.keras_calls import TENSORFLOW_VARIABLES
 from tfdp._private.names import keras_state
 from tfdp.seams.replace import (
     class_attribute,
@@ -22,6 +21,7 @@ from tfdp.seams.replace import (
     replace,
     restore,
 )
+from tfdp.seams.table import VARIABLE
 
 #: The layer attribute that holds what calls gave `add_loss`.
 LOSSES = "_losses"
@@ -207,7 +207,7 @@ def large_variables_left_empty(least_bytes: int) -> Iterator[None]:
 
         return initialize
 
-    with class_attribute(TENSORFLOW_VARIABLES, INITIALIZE, replacement):
+    with class_attribute(VARIABLE, INITIALIZE, replacement):
         yield
 
 

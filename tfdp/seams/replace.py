@@ -21,9 +21,9 @@ def instance_attributes(target: Any, attributes: Mapping[str, Any]) -> Iterator[
     """Replaces attributes of an instance, and restores them afterwards."""
     own = vars(target)
     before = {name: own[name] for name in attributes if name in own}
-    for name, value in attributes.items():
-        replace(target, name, value)
     try:
+        for name, value in attributes.items():
+            replace(target, name, value)
         yield
     finally:
         for name in attributes:
@@ -99,12 +99,16 @@ def class_attribute(
 ) -> Iterator[None]:
     """Within this, a method of a class is replaced, for all threads."""
     found = owner_of(_row_of(owner, attribute))
-    original = vars(found)[attribute]
+    is_own = attribute in vars(found)
+    original = getattr(found, attribute)
     setattr(found, attribute, replacement(original))
     try:
         yield
     finally:
-        setattr(found, attribute, original)
+        if is_own:
+            setattr(found, attribute, original)
+        else:
+            delattr(found, attribute)
 
 
 def _row_of(owner: str, attribute: str) -> Seam:

@@ -74,31 +74,31 @@ class Look:
 
 
 KERAS_TRAINER = "keras.src.backend.tensorflow.trainer"
-TRAINER = f"{KERAS_TRAINER}:TensorFlowTrainer"
+MODEL = "keras:Model"
 
 LOOKS: tuple[Look, ...] = (
     Look(
-        TRAINER,
+        MODEL,
         "fit",
         ("self", "callbacks", "epoch_iterator", "initial_epoch", "val_x")
         + ("epoch", "epochs"),
         "callbacks get neither the input of their fit nor each other",
     ),
     Look(
-        TRAINER,
+        MODEL,
         "evaluate",
         ("self", "callbacks"),
         "on several hosts its callbacks must not write on each of them",
     ),
-    Look(TRAINER, "predict", ("self",), "a predict in a fit is no loop of that fit"),
+    Look(MODEL, "predict", ("self",), "a predict in a fit is no loop of that fit"),
     Look(
-        TRAINER,
+        MODEL,
         "_make_function",
         ("one_step_on_data",),
         "Keras averages what strategy.run returns to this function over the replicas",
     ),
     Look(
-        TRAINER,
+        MODEL,
         "make_predict_function",
         ("one_step_on_data_distributed",),
         "Keras joins what strategy.run returns to this function",
@@ -106,11 +106,9 @@ LOOKS: tuple[Look, ...] = (
 )
 
 LOSS = "keras.src.losses.loss"
-OPTIMIZER = "keras.src.optimizers.optimizer:Optimizer"
-BASE_TRAINER = "keras.src.trainers.trainer:Trainer"
+OPTIMIZER = "keras.optimizers:Optimizer"
 EPOCH_ITERATOR = "keras.src.trainers.epoch_iterator:EpochIterator"
-METRICS = "keras.src.metrics.reduction_metrics"
-VARIABLE = "keras.src.backend.common.variables:Variable"
+VARIABLE = "keras:Variable"
 
 SEAMS: tuple[Seam, ...] = (
     Seam(
@@ -137,35 +135,35 @@ SEAMS: tuple[Seam, ...] = (
         "as for assign_add",
     ),
     Seam(
-        "keras.src.backend.tensorflow.core:Variable",
+        VARIABLE,
         "_initialize",
         "(self, value)",
         "always",
         "notes the Keras variable whose TensorFlow variable is created",
     ),
     Seam(
-        f"{METRICS}:Mean",
+        "keras.metrics:Mean",
         "update_state",
         "(self, values, sample_weight=None)",
         "always",
         "a number of all rows of a replica counts by the replica's rows",
     ),
     Seam(
-        f"{METRICS}:MeanMetricWrapper",
+        "keras.metrics:MeanMetricWrapper",
         "update_state",
         "(self, y_true, y_pred, sample_weight=None)",
         "always",
         "a number that a program's own function returns is checked first",
     ),
     Seam(
-        TRAINER,
+        MODEL,
         "_maybe_symbolic_build",
         "(self, iterator=None, data_batch=None)",
         "always",
         "notes the model that is built: Keras reads a batch only for its shapes",
     ),
     Seam(
-        BASE_TRAINER,
+        MODEL,
         "_symbolic_build",
         "(self, iterator=None, data_batch=None)",
         "always",
@@ -219,7 +217,7 @@ SEAMS: tuple[Seam, ...] = (
         _distribution_strategy=DATA,
     ),
     *_seams(
-        "keras.src.optimizers.loss_scale_optimizer:LossScaleOptimizer",
+        "keras.optimizers:LossScaleOptimizer",
         "step",
         "replicas agree on whether gradients are finite",
         check_finite="(self, grads)",
@@ -231,7 +229,7 @@ SEAMS: tuple[Seam, ...] = (
         _shape=DATA,
     ),
     *_seams(
-        "keras.src.metrics.metric:Metric",
+        "keras.metrics:Metric",
         "step",
         "results are noted, to be computed from the sums of all replicas; padding "
         "does not count",
@@ -239,13 +237,13 @@ SEAMS: tuple[Seam, ...] = (
         update_state="(self, *args, **kwargs)",
     ),
     *_seams(
-        f"{LOSS}:Loss",
+        "keras.losses:Loss",
         "step",
         "sums of rows are shares of the sum over all rows",
         call="(self, y_true, y_pred)",
     ),
     *_seams(
-        BASE_TRAINER,
+        MODEL,
         "step",
         "padding and dummy rows have no loss; the loss is checked",
         compute_loss="(self, x=None, y=None, y_pred=None, sample_weight=None, "
@@ -254,7 +252,7 @@ SEAMS: tuple[Seam, ...] = (
         _aggregate_additional_loss="(self, loss)",
     ),
     *_seams(
-        "keras.src.layers.layer:Layer",
+        "keras.layers:Layer",
         "step",
         "each replica has its own added losses; padding is no part of statistics; "
         "blocks compute twice (object)",
@@ -284,13 +282,13 @@ SEAMS: tuple[Seam, ...] = (
         on_epoch_end="(self)",
     ),
     *_seams(
-        BASE_TRAINER,
+        MODEL,
         "object",
         "an epoch without remaining batches ends with the logs of before",
         _get_metrics_result_or_logs="(self, logs)",
     ),
     *_seams(
-        BASE_TRAINER,
+        MODEL,
         "context",
         "a model with its own train_step is built without the compiled optimizer",
         optimizer=DATA,
@@ -302,13 +300,13 @@ SEAMS: tuple[Seam, ...] = (
         _run_through_graph=None,
     ),
     *_seams(
-        "keras.src.random.seed_generator:SeedGenerator",
+        "keras.random:SeedGenerator",
         "context",
         "a block that computes twice draws the same numbers again",
         next="(self, ordered=True)",
     ),
     *_seams(
-        "keras.src.backend.tensorflow.core:Variable",
+        VARIABLE,
         "context",
         "large weights of a model that never runs stay empty",
         _initialize_with_initializer="(self, initializer)",
@@ -333,7 +331,7 @@ SEAMS: tuple[Seam, ...] = (
         _datasets=DATA,
     ),
     *_seams(
-        "keras.src.callbacks.callback:Callback",
+        "keras.callbacks:Callback",
         "object",
         "on several hosts only worker 0 writes files",
         set_model="(self, model)",

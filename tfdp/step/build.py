@@ -20,12 +20,11 @@ import tensorflow as tf
 from tfdp._private import keras_calls
 from tfdp.errors import TfdpError
 from tfdp.seams.replace import instance_attributes, replace_for_good
+from tfdp.seams.table import MODEL
 from tfdp.step.dummy_rows import row_like
 from tfdp.step.find_optimizers import optimizers_of
 from tfdp.tracing.keras_steps import is_stock_step
 from tfdp.tracing.padded_batch import without_padding
-
-TRAINER = "keras.src.trainers.trainer:Trainer"
 
 
 def _from_plain_batch(original: Callable[..., None]) -> Callable[..., None]:
@@ -62,7 +61,7 @@ def _is_of_replicas(model: Any) -> bool:
     return hasattr(model.distribute_strategy.extended, "current_run")
 
 
-replace_for_good(TRAINER, "_symbolic_build", _from_plain_batch)
+replace_for_good(MODEL, "_symbolic_build", _from_plain_batch)
 
 
 def _with_a_row(batch: Any) -> Any:

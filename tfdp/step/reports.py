@@ -207,9 +207,8 @@ def _checking_numbers(update_state: Callable[..., Any]) -> Callable[..., Any]:
     return update
 
 
-METRICS = "keras.src.metrics.reduction_metrics"
-replace_for_good(f"{METRICS}:Mean", "update_state", _weighting_numbers)
-replace_for_good(f"{METRICS}:MeanMetricWrapper", "update_state", _checking_numbers)
+replace_for_good("keras.metrics:Mean", "update_state", _weighting_numbers)
+replace_for_good("keras.metrics:MeanMetricWrapper", "update_state", _checking_numbers)
 
 
 def reduce_logs(
