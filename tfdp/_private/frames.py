@@ -37,13 +37,15 @@ class KerasLoop:
     def __getitem__(self, name: str) -> Any:
         """The value of a local variable now; None before Keras assigns it."""
         code, values = self._frame.f_code, self._frame.f_locals
-        if name in values:
+        is_listed = name in _LOCALS[self.kind]
+        if is_listed and name in values:
             return values[name]
         is_argument = name in code.co_varnames[: code.co_argcount]
-        if is_argument or name not in names_in(code) or name not in _LOCALS[self.kind]:
+        if not is_listed or is_argument or name not in names_in(code):
             raise SeamError(
                 f"tfdp reads the local variable {name!r} of {self.kind} of Keras' "
-                f"trainer, which has no such variable. {checked_versions()}"
+                "trainer, which has no such variable, or is not in the table of looks. "
+                f"{checked_versions()}"
             )
         return None
 
@@ -58,7 +60,7 @@ class KerasLoop:
 
 def loops_around(frame: FrameType | None = None) -> Iterator[KerasLoop]:
     """The Keras loops around a frame (None: the caller's), innermost first."""
-    frame = frame or sys._getframe(1)
+    frame = frame or sys._getframe()
     while frame is not None:
         if frame.f_code.co_name in LOOPS and _is_of_trainer(frame):
             yield KerasLoop(frame)
@@ -67,24 +69,22 @@ def loops_around(frame: FrameType | None = None) -> Iterator[KerasLoop]:
 
 def fits_around(frame: FrameType | None = None) -> Iterator[KerasLoop]:
     """Each `fit` around a frame (None: the caller's), innermost first."""
-    loops = loops_around(frame or sys._getframe(1))
-    return (loop for loop in loops if loop.kind == "fit")
+    return (loop for loop in loops_around(frame) if loop.kind == "fit")
 
 
 def loop_around() -> KerasLoop | None:
     """The innermost loop around the caller."""
-    return next(loops_around(sys._getframe(1)), None)
+    return next(loops_around(), None)
 
 
 def fit_of_caller() -> KerasLoop | None:
     """The `fit` or `evaluate` around the caller; else None."""
-    loops = loops_around(sys._getframe(1))
-    return next((loop for loop in loops if loop.kind != "predict"), None)
+    return next((loop for loop in loops_around() if loop.kind != "predict"), None)
 
 
 def training_input_of_caller() -> KerasLoop | None:
     """The `fit` that creates its training input; else None."""
-    loop = next(loops_around(sys._getframe(1)), None)
+    loop = loop_around()
     # Keras creates the validation input later.
     is_first = loop and loop.kind == "fit" and loop["epoch_iterator"] is None
     return loop if is_first else None

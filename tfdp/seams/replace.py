@@ -7,13 +7,48 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from tfdp.errors import SeamError
 from tfdp.seams.table import SEAMS, Seam, checked_versions, owner_of
 
 OWN = "_tfdp_"
+
+
+class Override(NamedTuple):
+    """An attribute of an instance to replace for a while.
+
+    Args:
+      target: the instance.
+      attribute: its name.
+      make: returns what takes the place of the value that it is called with.
+    """
+
+    target: Any
+    attribute: str
+    make: Callable[[Any], Any]
+
+
+def instead(value: Any) -> Callable[[Any], Any]:
+    """The `make` of an override that does not use the original."""
+    return lambda original: value
+
+
+def around(function: Callable[..., Any], *given: Any) -> Callable[[Any], Any]:
+    """The `make` of a method: `function` gets the original and `given` first."""
+    return lambda original: functools.partial(function, original, *given)
+
+
+@contextlib.contextmanager
+def overridden(overrides: Iterable[Override]) -> Iterator[None]:
+    """Applies overrides in order: of several for one attribute the last one runs first,
+    and gets what the others made as its original."""
+    with contextlib.ExitStack() as stack:
+        for target, attribute, make in overrides:
+            made = {attribute: make(getattr(target, attribute))}
+            stack.enter_context(instance_attributes(target, made))
+        yield
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from tfdp._private.functions import (
 )
 from tfdp.data.keras_input import with_none
 from tfdp.data.split import in_parts
-from tfdp.seams.replace import instance_attributes
+from tfdp.seams.replace import Override, overridden
 from tfdp.step.batch_first import batch_first
 from tfdp.step.buffer_synchronization import (
     warn_about_stored,
@@ -29,7 +30,7 @@ from tfdp.step.buffer_synchronization import (
 from tfdp.step.dummy_rows import (
     add_dummy_rows,
     drop_dummy_rows,
-    ignores_dummy_rows,
+    dummy_row_overrides,
     with_real_gathers,
     with_unified_shapes,
 )
@@ -39,9 +40,9 @@ from tfdp.step.jit import jitted_train_step
 from tfdp.step.losses import overridden_reductions, own_losses
 from tfdp.step.metric_state import warn_if_rows_counted, warn_if_steps_counted
 from tfdp.step.observers import NoiseProbe, StepMeter, observers_of
-from tfdp.step.optimizers import overridden_optimizers
-from tfdp.step.padding import excludes_padding, step_on_padded_batch
-from tfdp.step.reports import overridden_reports, recorded
+from tfdp.step.optimizers import optimizer_overrides
+from tfdp.step.padding import padding_overrides, step_on_padded_batch
+from tfdp.step.reports import NotedResults, recorded, report_overrides
 from tfdp.step.table_rows import read_in_place
 from tfdp.tracing.effect_order import operations
 from tfdp.tracing.keras_steps import is_predict_step, name_of_step
@@ -147,18 +148,21 @@ class StepCall:
             step = with_real_gathers(
                 with_synchronized_buffers(step, self.run), self.run
             )
+        noted, model, run = NotedResults(), self.model, self.run
+        # Each calls the ones before it: a guard checks a loss that is 0 for dummy rows,
+        # and all others get the weights that padding sets.
+        overrides = [
+            optimizer_overrides(optimizers, run),
+            report_overrides(model, run, made_metrics, noted),
+            dummy_row_overrides(self.fn, optimizers, run),
+            loss_overrides(model, run.guard),
+        ]
+        if self._padded_rows is not None:
+            overrides.append(padding_overrides(model, run, made_metrics))
         with (
-            overridden_optimizers(optimizers, self.run),
-            overridden_reports(self.model, self.run, made_metrics) as noted,
-            overridden_reductions(self.model, self.run, self.fn),
-            ignores_dummy_rows(self.fn, optimizers, self.run),
-            own_losses(self.model, self.run),
-            _checking_loss(self.model, self.run.guard),
-            (
-                excludes_padding(self.model, self.run, made_metrics)
-                if self._padded_rows is not None
-                else contextlib.nullcontext()
-            ),
+            overridden_reductions(model, run, self.fn),
+            own_losses(model, run),
+            overridden(itertools.chain(*overrides)),
             batch_first(step, None if self._is_compiled else arguments) as step,
         ):
             self.step = recorded(step, self.run) if tf.executing_eagerly() else step
@@ -189,11 +193,7 @@ class StepCall:
         return drop_dummy_rows(result, self.run)
 
 
-def _checking_loss(
-    model: Any, guard: FiniteGuard | None
-) -> contextlib.AbstractContextManager[None]:
-    if guard is None:
-        return contextlib.nullcontext()
-    # Earlier overrides run first: the loss of a dummy row is 0 by then.
-    compute_loss = guard.checks_loss(model.compute_loss)
-    return instance_attributes(model, {"compute_loss": compute_loss})
+def loss_overrides(model: Any, guard: FiniteGuard | None) -> Iterator[Override]:
+    """With these, a guard checks the loss."""
+    if guard is not None:
+        yield Override(model, "compute_loss", guard.checks_loss)

@@ -17,7 +17,6 @@ ops.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -30,7 +29,7 @@ from tfdp._private.names import PerReplica, current_rank
 from tfdp._private.optimizer_hooks import variables_built_with
 from tfdp.data.split import rows_between
 from tfdp.errors import ConfigurationError
-from tfdp.seams.replace import instance_attributes
+from tfdp.seams.replace import Override, around, instance_attributes
 from tfdp.sharding.variables import ShardedVariable, shard_kind
 from tfdp.tracing.assigned_terms import as_tensors, handles_of, linear_sources
 from tfdp.tracing.dependencies import are_reduced, batch_keys
@@ -103,29 +102,19 @@ def drop_dummy_rows(outputs: Any, run: ReplicaRun) -> Any:
     return tf.nest.map_structure(cut, outputs, expand_composites=False)
 
 
-@contextlib.contextmanager
-def ignores_dummy_rows(
+def dummy_row_overrides(
     step: Any, optimizers: Sequence[Any], run: ReplicaRun
-) -> Iterator[None]:
-    """Within this, a model learns nothing from dummy rows: Keras' own `train_step`
+) -> Iterator[Override]:
+    """With these, a model learns nothing from dummy rows: Keras' own `train_step`
     differentiates the result of `compute_loss`, which is set to 0; for other steps the
     gradients are set to 0 when the optimizer gets them."""
     if run.owns_rows is None or not name_of_step(step):
-        yield
         return
-    model = step.__self__
-    overrides: list[tuple[Any, str, Callable]] = [
-        (optimizer, "apply", functools.partial(_apply, optimizer, optimizer.apply, run))
-        for optimizer in optimizers
-    ]
+    for optimizer in optimizers:
+        yield Override(optimizer, "apply", around(_apply, optimizer, run))
     run.loss_is_own = is_stock_step(step)
     if run.loss_is_own:
-        compute = functools.partial(_own_loss, model.compute_loss, run)
-        overrides.append((model, "compute_loss", compute))
-    with contextlib.ExitStack() as stack:
-        for target, name, method in overrides:
-            stack.enter_context(instance_attributes(target, {name: method}))
-        yield
+        yield Override(step.__self__, "compute_loss", around(_own_loss, run))
 
 
 def _own_loss(compute: Callable, run: ReplicaRun, *args: Any, **kwargs: Any) -> Any:
@@ -134,8 +123,8 @@ def _own_loss(compute: Callable, run: ReplicaRun, *args: Any, **kwargs: Any) -> 
 
 
 def _apply(
-    optimizer: Any,
     apply: Callable,
+    optimizer: Any,
     run: ReplicaRun,
     gradients: Sequence[Any],
     trainable_variables: Any = None,

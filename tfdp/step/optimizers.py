@@ -31,7 +31,7 @@ from tfdp._private.optimizer_hooks import (
 )
 from tfdp._private.step_ops import DRAWS, operations_within
 from tfdp.errors import ConfigurationError, ScopeError
-from tfdp.seams.replace import instance_attributes
+from tfdp.seams.replace import Override, instance_attributes, instead
 from tfdp.sharding.optimizers import (
     check_own_hooks,
     check_shardable,
@@ -56,17 +56,14 @@ SCALE_STATE = ("step_counter", "dynamic_scale")
 ALREADY_REDUCED = {REDUCE: lambda grads_and_vars: grads_and_vars}
 
 
-@contextlib.contextmanager
-def overridden_optimizers(
+def optimizer_overrides(
     optimizers: Iterable[Optimizer], run: ReplicaRun
-) -> Iterator[None]:
-    """Within this, `optimizers` reduce before they clip, test and update; nested ones
-    (a loss scaler's, a group's) only if they are called directly."""
-    with contextlib.ExitStack() as stack:
-        for optimizer in optimizers:
-            overrides = _method_overrides(optimizer, run)
-            stack.enter_context(instance_attributes(optimizer, overrides))
-        yield
+) -> Iterator[Override]:
+    """With these, `optimizers` reduce before they clip, test and update; nested ones (a
+    loss scaler's, a group's) only if they are called directly."""
+    for optimizer in optimizers:
+        for name, method in _method_overrides(optimizer, run).items():
+            yield Override(optimizer, name, instead(method))
 
 
 def _method_overrides(optimizer: Optimizer, run: ReplicaRun) -> dict[str, Any]:

@@ -25,19 +25,17 @@ from tfdp._private.keras_models import (
 )
 from tfdp._private.names import current_rank
 from tfdp.errors import ConfigurationError
-from tfdp.seams.replace import instance_attributes
+from tfdp.seams.replace import Override, instance_attributes
 from tfdp.tracing.keras_steps import is_predict_step, is_stock_step, name_of_step
 from tfdp.tracing.padded_batch import Padding, find_padded, without_padding
 from tfdp.tracing.run import ReplicaRun, trace_of
 
 
-@contextlib.contextmanager
-def excludes_padding(
+def padding_overrides(
     model: Any, run: ReplicaRun, made_metrics: Sequence[keras.metrics.Metric]
-) -> Iterator[None]:
-    """Within this, the loss and metrics of `model` exclude padding rows."""
+) -> Iterator[Override]:
+    """With these, the loss and metrics of `model` exclude padding rows."""
     if not isinstance(model, keras.Model):
-        yield
         return
 
     overrides: list[tuple[Any, str, Callable]] = [
@@ -61,15 +59,13 @@ def excludes_padding(
         (metric, "update_state", _update_own_metric)
         for metric in own_metrics(model, made_metrics)
     ]
-    with contextlib.ExitStack() as stack:
-        for target, name, override in overrides:
-            method = _on_padded_batch(getattr(target, name), override, target, run)
-            stack.enter_context(instance_attributes(target, {name: method}))
-        yield
+    for target, name, override in overrides:
+        make = functools.partial(_on_padded_batch, override, target, run)
+        yield Override(target, name, make)
 
 
 def _on_padded_batch(
-    plain: Callable, override: Callable, target: Any, run: ReplicaRun
+    override: Callable, target: Any, run: ReplicaRun, plain: Callable
 ) -> Callable:
     @functools.wraps(plain)
     def call(*args: Any, **kwargs: Any) -> Any:

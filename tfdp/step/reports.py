@@ -9,7 +9,6 @@ nothing, instead of the mean of nothing, NaN.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import operator
@@ -21,7 +20,7 @@ import tensorflow as tf
 
 from tfdp._private.keras_models import metrics_of_layers, metrics_within, own_values
 from tfdp._private.names import DistributedVariable, current_rank
-from tfdp.seams.replace import instance_attributes, replace_for_good
+from tfdp.seams.replace import Override, instead, replace_for_good
 from tfdp.step.local_run import SumOverHosts, summed_over_hosts
 from tfdp.tracing.assigned_terms import as_tensors
 from tfdp.tracing.loss_shares import Standing, key_of
@@ -58,25 +57,26 @@ class NotedResults:
         return None if found is None else found[1:]
 
 
-@contextlib.contextmanager
-def overridden_reports(
-    model: Any, run: ReplicaRun, made_metrics: Sequence[keras.metrics.Metric]
-) -> Iterator[NotedResults]:
-    """Within this, means of `model` weight the replicas' numbers by their rows."""
-    noted = NotedResults()
-    with contextlib.ExitStack() as stack:
-        if isinstance(model, keras.Model) and run.replicas > 1:
-            metrics = _metrics_of(model, made_metrics)
-            for metric in {id(one): one for one in metrics}.values():
-                if type(metric).__module__.startswith("keras."):
-                    # Keras' own counts are exact; numbers for them are checked when
-                    # they are passed.
-                    own = metric.variables
-                    run.checked_numbers.update(id(variable.value) for variable in own)
-                run.weighted_means.add(id(metric))
-                result = functools.partial(_result, metric, noted)
-                stack.enter_context(instance_attributes(metric, {"result": result}))
-        yield noted
+def report_overrides(
+    model: Any,
+    run: ReplicaRun,
+    made_metrics: Sequence[keras.metrics.Metric],
+    noted: NotedResults,
+) -> Iterator[Override]:
+    """With these, means of `model` weight the replicas' numbers by their rows, and
+    `noted` has the results of its metrics."""
+    if not isinstance(model, keras.Model) or run.replicas == 1:
+        return
+    metrics = _metrics_of(model, made_metrics)
+    for metric in {id(one): one for one in metrics}.values():
+        if type(metric).__module__.startswith("keras."):
+            # Keras' own counts are exact; numbers for them are checked when they are
+            # passed.
+            own = metric.variables
+            run.checked_numbers.update(id(variable.value) for variable in own)
+        run.weighted_means.add(id(metric))
+        result = functools.partial(_result, metric, noted)
+        yield Override(metric, "result", instead(result))
 
 
 def recorded(step: Callable, run: ReplicaRun) -> Callable:
