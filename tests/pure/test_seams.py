@@ -97,12 +97,14 @@ def test_the_rule_sees_a_write(source):
 
 
 def texts(module):
-    """The strings of a module, parts of names such as `NAME = "_losses"` included."""
-    return {
+    """The strings of a module, as in `NAME = "_losses"`, and the attributes it uses."""
+    strings = {
         node.value
         for node in ast.walk(module.tree)
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
+    nodes = ast.walk(module.tree)
+    return strings | {node.attr for node in nodes if isinstance(node, ast.Attribute)}
 
 
 def rows():
