@@ -22,11 +22,6 @@ KERAS_BUILD_FUNCTION = "_maybe_symbolic_build"
 MOST_FRAMES = 40
 
 
-def frame_of_caller() -> FrameType:
-    """The frame of the caller's caller's caller."""
-    return sys._getframe(3)
-
-
 def number_counted_by_mean() -> Any:
     """The value that the calling `keras.metrics.Mean` counts as one; else None.
 
