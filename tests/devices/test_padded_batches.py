@@ -186,6 +186,23 @@ def test_reports_of_outputs_without_a_static_length():
     assert_equal_to_one_device(StandInStrategy(2), fit)
 
 
+@pytest.mark.parametrize("strategy", ["tpu-1", "mirrored-1"])
+def test_a_mean_beside_losses_of_single_rows(strategy):
+    """Keras adds the mean to the loss of each row. Several replicas refuse this."""
+
+    def build():
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((12,))
+        return keras.Model(
+            inputs, [keras.layers.Dense(5, name=n)(inputs) for n in "ab"]
+        )
+
+    x, y = classification_data(samples=ROWS_OF_FIT)
+    loss = [crossentropy(reduction="none"), crossentropy()]
+    data = {"x": x / 6, "y": [y, y]}
+    assert_equal_to_one_device(STRATEGIES[strategy](), (build, loss, data, {}))
+
+
 @pytest.mark.parametrize(
     "layer, strategy",
     [
