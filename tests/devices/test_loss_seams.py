@@ -164,6 +164,26 @@ def test_another_signature_is_refused(name, monkeypatch):
     assert np.isfinite(found["both"][0]).all()
 
 
+def test_a_function_that_a_module_has_imported_is_replaced_there(monkeypatch):
+    """As `keras.src.losses.losses` of Keras 3.16 has."""
+    original = inspect.unwrap(keras_losses.reduce_weighted_values)
+    put_in_place(monkeypatch, original)
+    module = types.ModuleType("module")
+    module.reduce_weighted_values = original
+    monkeypatch.setitem(sys.modules, "module", module)
+    make_strategy(2)
+    assert module.reduce_weighted_values is keras_losses.reduce_weighted_values
+    assert module.reduce_weighted_values is not original
+
+
+def test_a_mean_that_is_taken_elsewhere_is_refused():
+    strategy = make_strategy(2)
+    unseen = inspect.unwrap(keras_losses.reduce_weighted_values)
+    assert unseen(tf.constant([1.0, 3.0])) == 2
+    with pytest.raises(SeamError, match="did not pass through reduce_weighted_values"):
+        strategy.run(unseen, [tf.constant([1.0, 3.0])])
+
+
 def losses_by_hand():
     x, y, weights, mask = batch()
     return gradients_and_reports(x, y, weights, mask)

@@ -1,4 +1,4 @@
-"""Replaces the three functions in which Keras makes a mean of a loss, and scales it.
+"""Replaces the functions in which Keras makes a mean of a loss, and scales it.
 
 Keras divides a replica's mean by the number of replicas, which is right only if all
 replicas have equally many samples and equal weights. The replacements decide by the
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 from keras import ops
 
+from tfdp.errors import SeamError
 from tfdp.seams.replace import replace_for_good
 from tfdp.seams.table import LOSS
 
@@ -96,7 +97,26 @@ def _unscale_loss_for_distribution(original: Callable[..., Any]) -> Callable[...
     return unscale_loss_for_distribution
 
 
+def _reduce_values(original: Callable[..., Any]) -> Callable[..., Any]:
+    # Only Keras' own `reduce_weighted_values` calls it, and no replica calls that.
+    @functools.wraps(original)
+    def reduce_values(*args: Any, **kwargs: Any) -> Any:
+        if _losses_here()[1] is not None:
+            raise SeamError(
+                f"On a replica, {LOSS}.reduce_values reduced a loss that did not pass "
+                "through reduce_weighted_values as tfdp replaced it, so its mean has "
+                "no share of the global batch. Either something replaced that function "
+                "after the strategy was made, or a module holds it under another name. "
+                "Call it as an attribute of its module, and replace it only before "
+                "you make the strategy."
+            )
+        return original(*args, **kwargs)
+
+    return reduce_values
+
+
 _REPLACEMENTS = {
+    "reduce_values": _reduce_values,
     "reduce_weighted_values": _reduce_weighted_values,
     "scale_loss_for_distribution": _scale_loss_for_distribution,
     "unscale_loss_for_distribution": _unscale_loss_for_distribution,

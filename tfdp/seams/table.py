@@ -60,6 +60,13 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         LOSS,
+        "reduce_values",
+        "(values, sample_weight=None, reduction='sum_over_batch_size')",
+        "always",
+        "a replica's mean that was taken elsewhere is refused",
+    ),
+    Seam(
+        LOSS,
         "scale_loss_for_distribution",
         "(value)",
         "always",
