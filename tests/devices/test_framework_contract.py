@@ -6,14 +6,16 @@ The names themselves are imported in `tfdp/_private`; here stand the facts about
 import inspect
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from keras.src.losses import loss as keras_loss
+from keras.src.trainers import compile_utils
 from tensorflow.python.autograph.impl import conversion
 
 from tests.support.parity import make_strategy
 from tfdp.seams import table
-from tfdp.step import losses
+from tfdp.step.losses import ReplicaLosses
 from tfdp.step.table_rows import CLIPPING
 
 
@@ -29,17 +31,34 @@ def test_the_table_is_that_of_this_keras():
     assert table.moved_seams() == table.moved_looks() == []
 
 
-def test_keras_scales_losses_in_the_functions_that_are_recognised():
-    assert keras_loss.__name__ == losses.LOSS_MODULE
-    for name in (losses.SCALE, losses.UNSCALE):
-        source = inspect.getsource(getattr(keras_loss, name))
-        assert "tf.distribute.get_strategy().num_replicas_in_sync" in source
-    reduce_values = keras_loss.reduce_values.__code__
-    assert {"sample_weight", "reduction"} <= set(reduce_values.co_varnames)
-    assert losses.SCALE in reduce_values.co_names
-    weighted = keras_loss.reduce_weighted_values.__code__
-    assert "mask" in weighted.co_varnames
-    assert "reduce_values" in weighted.co_names
+def test_keras_calls_the_functions_that_scale_losses():
+    trainer = keras.Model
+    for name, callers in {
+        "scale_loss_for_distribution": [trainer._aggregate_additional_loss],
+        "unscale_loss_for_distribution": [
+            trainer.train_step,
+            trainer.test_step,
+            compile_utils.CompileLoss.call,
+        ],
+    }.items():
+        for caller in callers:
+            # Attributes of the module, which tfdp replaces.
+            assert {"loss_module", name} <= set(caller.__code__.co_names)
+
+
+def test_a_loss_passes_its_mask_and_weights_as_they_came(monkeypatch):
+    """Accumulation compares the masks and weights of losses by identity."""
+    passed = {}
+    monkeypatch.setattr(
+        keras_loss,
+        "reduce_weighted_values",
+        lambda values, **options: passed.update(options),
+    )
+    mask, weights = tf.constant([True, False]), np.ones(2)
+    predictions = tf.ones((2, 1))
+    predictions._keras_mask = mask
+    keras.losses.MeanSquaredError()(tf.ones((2, 1)), predictions, weights)
+    assert passed["mask"] is mask and passed["sample_weight"] is weights
 
 
 def test_keras_optimizers_have_what_is_led():
@@ -59,16 +78,6 @@ def test_seed_generators_keep_their_state_in_a_recognised_variable():
     assert type(dropout.seed_generator.state.value) is SeedVariable
 
 
-def test_a_float_subclass_divides_first():
-    """Python asks a subclass of float before float itself; the loss count needs it."""
-    count = losses.LossReplicaCount(4)
-    count.fraction = tf.constant(0.75)
-    assert float(1.0 / count) == 0.75
-    assert count > 1
-    count.report_factor = tf.constant(3.0)
-    assert float(keras.ops.cast(count, "float32")) == 3.0
-
-
 @pytest.mark.parametrize("package", [tf, keras])
 def test_the_checked_versions_are_said(package):
     name = package.__name__.split(".")[0]
@@ -77,6 +86,7 @@ def test_the_checked_versions_are_said(package):
 
 def test_autograph_leaves_library_code_as_it_is():
     """It converted all that a program's step calls: five times as long a first step."""
-    for function in (losses.loss_replica_count, make_strategy(1).run):
+    run = make_strategy(1).run
+    for function in (ReplicaLosses.scaled_mean, keras_loss.reduce_weighted_values, run):
         assert conversion.is_allowlisted(function)
     assert not conversion.is_allowlisted(make_strategy)

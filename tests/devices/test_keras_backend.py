@@ -9,7 +9,7 @@ import tensorflow as tf
 import tfdp
 from tfdp.errors import ConfigurationError, UncheckedVersionWarning
 from tfdp.seams.table import CHECKED_VERSIONS
-from tfdp.strategies.startup_checks import check_versions
+from tfdp.strategies.startup_checks import warn_of_other_versions
 
 STRATEGIES = {
     "one host": lambda: tfdp.DataParallelStrategy(["CPU:0"]),
@@ -35,9 +35,9 @@ def test_what_is_set_after_keras_was_loaded_is_nothing(monkeypatch):
 
 @pytest.fixture
 def nothing_said_yet():
-    check_versions.cache_clear()
+    warn_of_other_versions.cache_clear()
     yield
-    check_versions.cache_clear()
+    warn_of_other_versions.cache_clear()
 
 
 @pytest.mark.parametrize("package, module", [("tensorflow", tf), ("keras", keras)])

@@ -164,6 +164,45 @@ def test_reports_of_losses_of_single_rows(strategy):
     assert_equal_to_one_device(STRATEGIES[strategy](), (build, loss, data, {}))
 
 
+class OfUnknownLength(keras.layers.Layer):
+    """Hides the static number of rows from Keras, which weighs reports by it."""
+
+    def call(self, x):
+        is_symbolic = isinstance(x, tf.Tensor) and not tf.executing_eagerly()
+        shape = (None, *x.shape[1:])
+        return tf.compat.v1.placeholder_with_default(x, shape) if is_symbolic else x
+
+
+def test_reports_of_outputs_without_a_static_length():
+    def build():
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((12,))
+        rows_of = OfUnknownLength()(inputs)
+        heads = [keras.layers.Dense(5, name=name)(rows_of) for name in "ab"]
+        return keras.Model(inputs, heads)
+
+    x, y = classification_data(samples=ROWS_OF_FIT)
+    fit = (build, [crossentropy(), crossentropy()], {"x": x, "y": [y, y]}, {})
+    assert_equal_to_one_device(StandInStrategy(2), fit)
+
+
+@pytest.mark.parametrize("strategy", ["tpu-1", "mirrored-1"])
+def test_a_mean_beside_losses_of_single_rows(strategy):
+    """Keras adds the mean to the loss of each row. Several replicas refuse this."""
+
+    def build():
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((12,))
+        return keras.Model(
+            inputs, [keras.layers.Dense(5, name=n)(inputs) for n in "ab"]
+        )
+
+    x, y = classification_data(samples=ROWS_OF_FIT)
+    loss = [crossentropy(reduction="none"), crossentropy()]
+    data = {"x": x / 6, "y": [y, y]}
+    assert_equal_to_one_device(STRATEGIES[strategy](), (build, loss, data, {}))
+
+
 @pytest.mark.parametrize(
     "layer, strategy",
     [

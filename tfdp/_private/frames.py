@@ -21,11 +21,6 @@ STEPS = {"one_step_on_data": True, "one_step_on_data_distributed": False}
 _LOCALS = {look.function: look.names for look in LOOKS}
 
 
-def frame_of_caller() -> FrameType:
-    """The frame of the caller's caller's caller."""
-    return sys._getframe(3)
-
-
 class KerasLoop:
     """A `fit`, `evaluate` or `predict` of Keras around the caller."""
 

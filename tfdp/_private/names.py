@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 from keras.src.backend.common import global_state as keras_state
 from keras.src.backend.common.variables import get_autocast_scope
-from keras.src.losses.loss import unscale_loss_for_distribution
+from keras.src.losses import loss as keras_losses
 
 # Marks functions that AutoGraph does not convert, but their arguments.
 from tensorflow.python.autograph.impl.api import autograph_artifact

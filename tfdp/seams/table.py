@@ -26,7 +26,7 @@ UNCHECKED = "TFDP_UNCHECKED"
 
 @dataclasses.dataclass(frozen=True)
 class Seam:
-    """One method that tfdp replaces.
+    """One method that tfdp replaces, or that a replacement calls.
 
     Args:
       owner: "module" or "module:Class" that defines it.
@@ -37,6 +37,7 @@ class Seam:
         tfdp's replicas), "step" (on instances, while replicas are traced), "loop" (on
         instances, during a loop of `fit`, `evaluate` or `predict`), "object" (on one
         instance for as long as it lives), or "context" (within a `with` of tfdp's).
+        "called": it stays Keras', and a replacement calls it.
       why: what the replacement adds.
     """
 
@@ -111,6 +112,7 @@ EPOCH_ITERATOR = "keras.src.trainers.epoch_iterator:EpochIterator"
 VARIABLE = "keras:Variable"
 
 SEAMS: tuple[Seam, ...] = (
+    # Losses (`tfdp.seams.losses`).
     Seam(
         LOSS,
         "reduce_weighted_values",
@@ -118,6 +120,36 @@ SEAMS: tuple[Seam, ...] = (
         "dtype=None)",
         "always",
         "a replica's loss is divided by the denominator of the whole batch",
+    ),
+    Seam(
+        LOSS,
+        "reduce_values",
+        "(values, sample_weight=None, reduction='sum_over_batch_size')",
+        "always",
+        "a replica's mean that was taken elsewhere is refused",
+    ),
+    Seam(
+        LOSS,
+        "scale_loss_for_distribution",
+        "(value)",
+        "always",
+        "a replica's penalties are scaled to its share of the rows",
+    ),
+    Seam(
+        LOSS,
+        "unscale_loss_for_distribution",
+        "(value)",
+        "always",
+        "a report takes the exact factor of a replica's share back",
+    ),
+    Seam(LOSS, "standardize_reduction", "(reduction)", "called", ""),
+    Seam(LOSS, "apply_mask", "(sample_weight, mask, dtype, reduction)", "called", ""),
+    Seam(
+        LOSS,
+        "squeeze_or_expand_to_same_rank",
+        "(x1, x2, expand_rank_1=True)",
+        "called",
+        "",
     ),
     # What Keras does to variables, metrics, models and loops.
     Seam(
@@ -398,7 +430,6 @@ def moved_seams(seams: tuple[Seam, ...] = SEAMS) -> list[str]:
     return found
 
 
-@functools.cache
 def check_seams() -> None:
     """Raises SeamError if a method in the table has moved or takes other arguments.
 

@@ -19,7 +19,7 @@ from tfdp._private.keras_models import (
     put_mask,
     takes_training,
 )
-from tfdp._private.names import unscale_loss_for_distribution
+from tfdp._private.names import keras_losses
 from tfdp.step.finite_guard import note_loss
 
 
@@ -55,7 +55,8 @@ def jitted_train_step(model: keras.Model, data: Any) -> dict[str, Any]:
     note_loss(model, loss)
     first = next(part for part in tf.nest.flatten(x) if part is not None)
     loss_trackers(model)[0].update_state(
-        unscale_loss_for_distribution(loss), sample_weight=tf.shape(first)[0]
+        keras_losses.unscale_loss_for_distribution(loss),
+        sample_weight=tf.shape(first)[0],
     )
     model.optimizer.apply_gradients(
         zip(gradients, model.trainable_weights, strict=True)

@@ -1,9 +1,8 @@
 """Scales a replica's loss to its exact share of the loss of the whole batch.
 
 Keras divides a replica's mean loss by the number of replicas R, which is right only if
-all replicas have equally many samples and equal weights. It queries R in two functions:
-`scale_loss_for_distribution`, after a mean, and `unscale_loss_for_distribution`, for
-reports. Only these two get a number that divides differently:
+all replicas have equally many samples and equal weights. The functions in which it does
+so are replaced (`tfdp.seams.losses`), and call `ReplicaLosses`:
 
     scale:    1 / R  becomes  D_r / D    D_r: what the replica's mean was divided by
     unscale:  R      becomes  N / n_r    n_r: samples; Keras weights reports by n_r
@@ -21,16 +20,15 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator, MutableSequence
-from types import FrameType
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdp._private.frames import frame_of_caller
 from tfdp._private.keras_models import ADD_UP, LOSSES, given_losses, layers_within
 from tfdp._private.names import current_rank, run_independently
 from tfdp.errors import ConfigurationError
+from tfdp.seams.losses import MeanLoss
 from tfdp.seams.replace import instance_attributes
 from tfdp.tracing.batch_rows import has_entry_per_row
 from tfdp.tracing.batch_weight import Denominator, Kind, note_denominator
@@ -48,10 +46,6 @@ from tfdp.tracing.loss_suspicions import (
 from tfdp.tracing.padded_batch import Padding
 from tfdp.tracing.run import ReplicaRun, trace_of
 
-LOSS_MODULE = "keras.src.losses.loss"
-SCALE = "scale_loss_for_distribution"
-UNSCALE = "unscale_loss_for_distribution"
-
 WEIGHTS_CANCEL = (
     "tfdp: the sample weights of a replica are not 0 and their sum is. With "
     "reduction='mean_with_sample_weight' its rows would count for nothing. Use weights "
@@ -61,98 +55,122 @@ WEIGHTS_CANCEL = (
 # The most operations between a loss' result and a user's value that uses it.
 MOST_NEAR = 100
 
-SumOverReplicas = Callable[[tf.Tensor, Any], tf.Tensor]
 
+class ReplicaLosses:
+    """What Keras' loss functions do on one replica of `run`.
 
-# A float, because Python tries a subclass of float first when it divides 1.0 by it.
-class LossReplicaCount(float):
-    """R, which divides and casts to the exact factors, in the dtype of the loss."""
+    Args:
+      replicas: the number of replicas of the strategy, on all hosts.
+      sum_over_replicas: called with D_r at most once per masked or weighted loss, and
+        never for a plain mean.
+    """
 
-    fraction: tf.Tensor
-    report_factor: tf.Tensor
+    def __init__(
+        self,
+        run: ReplicaRun,
+        rank: Any,
+        replicas: int,
+        sum_over_replicas: Callable[[tf.Tensor, Any], tf.Tensor],
+    ):
+        self._run, self._rank, self._replicas = run, rank, replicas
+        self._shares = run.shares[trace_of(rank)]
+        self._is_alone = replicas == 1 and not run.padding
+        self._sum_over_replicas = sum_over_replicas
 
-    def __rtruediv__(self, other: Any) -> Any:
-        return self.fraction
+    def scaled_mean(self, loss: MeanLoss) -> Any:
+        """The mean times D_r / D."""
+        run, rank = self._run, self._rank
+        if self._is_alone:
+            _note_own_denominator(run, rank, loss)
+            return loss.mean
+        run.scaled_losses.add(trace_of(rank))
+        if _is_of_shares(self._shares, loss.values):
+            return self._unchanged(loss.mean)
+        fraction = self._fraction(loss)
+        return _product(loss.mean, self._shares.factor(fraction, loss.mean.dtype))
 
-    def __tf_tensor__(self, dtype: Any = None, name: Any = None) -> tf.Tensor:
-        return self.report_factor
-
-
-def loss_replica_count(
-    run: ReplicaRun, rank: Any, sum_over_replicas: SumOverReplicas
-) -> LossReplicaCount | None:
-    """R for Keras' loss functions; None for other callers. `sum_over_replicas` is
-    called at most once per masked or weighted loss, and never for a plain mean."""
-    caller = frame_of_caller()
-    if not _is_loss_of_keras(caller, SCALE, UNSCALE):
-        return None
-    value, shares = caller.f_locals["value"], run.shares[trace_of(rank)]
-    # At least 2 for a padded batch, because Keras scales only from 2 on.
-    count = LossReplicaCount(max(run.replicas, 2) if run.padding else run.replicas)
-    reducer = caller.f_back
-    if caller.f_code.co_name == SCALE:
-        is_added = _name_of(reducer) == ADD_UP
-        if _is_of_shares(shares, reducer) or (
-            is_added and is_share(shares, value, "add_loss")
-        ):
-            # No factor: eager mode could not identify a product of two factors.
-            count.fraction = tf.ones([], value.dtype)
+    def scaled_penalty(self, value: Any) -> Any:
+        """The sum of a model's penalties, and of what layers add, times n_r / N."""
+        run, rank = self._run, self._rank
+        if self._is_alone:
+            _note_penalty(run, rank)
+            return value
+        run.added_losses.add(trace_of(rank))
+        if is_share(self._shares, value, "add_loss"):
+            return self._unchanged(value)
+        _note_penalty(run, rank)
+        padding = run.padding_of(rank)
+        if padding is None:
+            fraction = _share_of_rows(run, rank)
         else:
-            fraction = _fraction(run, rank, reducer, sum_over_replicas)
-            count.fraction = shares.factor(fraction, value.dtype)
-        is_mean = _name_of(reducer) == "reduce_values"
-        (run.scaled_losses if is_mean else run.added_losses).add(trace_of(rank))
-    else:
+            fraction = padding.count / padding.total
+        return _product(value, self._shares.factor(fraction, value.dtype))
+
+    def reported(self, value: Any) -> Any:
+        """A share times N / n_r: a mean that a report weights by rows."""
+        run, rank = self._run, self._rank
+        if self._replicas == 1:
+            return value  # the share is the whole
         subject = "the model's `compute_loss` returned"
         standing = reported_standing(run, rank, value, subject)
         if standing is Standing.LOCAL and seems_local(run, rank, value):
             run.local_losses.add(trace_of(rank))
         if is_mean_taken_by_hand(run, rank, value):
             run.mean_losses.add(trace_of(rank))
-        factor = _report_factor(run, rank, value, reducer)
-        count.report_factor = shares.report_factor(factor, value.dtype)
-    return count
+        factor = _report_factor(run, rank, value)
+        return _product(value, self._shares.report_factor(factor, value.dtype))
+
+    def _unchanged(self, share: Any) -> Any:
+        # No factor: eager mode could not identify a product of two factors.
+        return _product(share, tf.ones([], share.dtype))
+
+    def _fraction(self, loss: MeanLoss) -> Any:
+        """D_r / D."""
+        run, rank, padding = self._run, self._rank, self._run.padding_of(self._rank)
+        if padding is not None:
+            is_masked = loss.mask is not None
+            is_global = not loss.is_by_weights or padding.has_user_weights or is_masked
+            if _weight_denominator(loss) is None or not is_global:
+                _note_mean_of_rows(run, rank)
+                return _fraction_of_rows(loss, padding)
+        denominator = _own_denominator(run, rank, loss)
+        if denominator is None:
+            _note_mean_of_rows(run, rank)
+            return _share_of_rows(run, rank)
+        denominator = _not_cancelled(denominator, loss)
+        denominator = tf.stop_gradient(tf.cast(denominator, tf.float32))
+        # Dummy rows count neither in the numerator nor in the denominator.
+        denominator = run.own_part(rank, denominator)
+        counted = denominator
+        if padding is not None and not loss.is_by_weights:
+            mask = tf.cast(loss.mask, tf.float32)
+            counted = tf.reduce_sum(mask * padding.weights(mask.shape.rank))
+        total = self._sum_over_replicas(counted, rank)
+        _note_total(run, rank, total, loss)
+        return tf.math.divide_no_nan(denominator, total)
 
 
-def note_of_one_replica(run: ReplicaRun, rank: Any) -> None:
-    """Records the divisor of an unscaled loss for accumulation (`batch_weight`)."""
-    caller = frame_of_caller()
-    if not _is_loss_of_keras(caller, SCALE):
-        return
-    denominator = _own_denominator(run, rank, caller.f_back)
-    if denominator is None:
-        _note_row_mean(run, rank, caller.f_back)
-    else:
-        noted = tf.stop_gradient(tf.cast(denominator, tf.float32))
-        _note_denominator(run, rank, noted, caller.f_back)
+def _product(value: Any, factor: Any) -> Any:
+    return keras.ops.multiply(value, factor)
 
 
-def _is_loss_of_keras(caller: FrameType, *names: str) -> bool:
-    is_of_losses = caller.f_globals.get("__name__") == LOSS_MODULE
-    return is_of_losses and caller.f_code.co_name in names
+def _share_of_rows(run: ReplicaRun, rank: Any) -> Any:
+    return run.even_share if run.is_even else run.share_in_group(rank)
 
 
-def _report_factor(
-    run: ReplicaRun, rank: Any, value: Any, reporter: FrameType | None
-) -> Any:
-    """N / n_r, R, or 1: the factor from a share to the reported number."""
+def _report_factor(run: ReplicaRun, rank: Any, value: Any) -> Any:
+    """N / n_r, or 1: the factor from a share to the reported number."""
     if value.shape.rank:
         return 1.0  # losses of rows, which were not scaled
-    # On TPU one graph serves all replicas, and Keras updates reports; elsewhere each is
-    # weighted by the replica's rows (`step.reports`).
-    is_weighted = isinstance(rank, int) or _is_weighted_by_samples(reporter)
-    if run.is_even or not is_weighted:
+    if run.is_even:
         return float(run.group_size)
     return tf.math.divide_no_nan(
         run.total_in_group(rank), tf.cast(run.count_of(rank), tf.float32)
     )
 
 
-def _is_of_shares(shares: LossShares, reducer: FrameType | None) -> bool:
+def _is_of_shares(shares: LossShares, values: Any) -> bool:
     """Whether the values that Keras averages are shares already."""
-    values = _locals(reducer, "reduce_values").get("values")
-    if values is None:
-        return False
     if not isinstance(values, tf.__internal__.EagerTensor):
         # Usually no factor is near; a full walk would cover the forward pass.
         near = itertools.islice(ancestors(values), MOST_NEAR) if shares else ()
@@ -174,72 +192,47 @@ def _is_of_shares(shares: LossShares, reducer: FrameType | None) -> bool:
     return standing is Standing.SHARE
 
 
-def _fraction(
-    run: ReplicaRun,
-    rank: Any,
-    reducer: FrameType | None,
-    sum_over_replicas: SumOverReplicas,
-) -> Any:
-    """D_r / D."""
-    padding, by_weights = run.padding_of(rank), _is_by_weights(reducer)
-    if padding is not None:
-        is_mask = _mask_of(reducer) is not None
-        is_global = not by_weights or padding.has_user_weights or is_mask
-        if _weight_denominator(reducer) is None or not is_global:
-            _note_row_mean(run, rank, reducer)
-            return _fraction_of_rows(reducer, padding)
-    denominator = _own_denominator(run, rank, reducer)
+def _note_own_denominator(run: ReplicaRun, rank: Any, loss: MeanLoss) -> None:
+    """Records the divisor of an unscaled loss for accumulation (`batch_weight`)."""
+    denominator = _own_denominator(run, rank, loss)
     if denominator is None:
-        _note_row_mean(run, rank, reducer)
-        return run.even_share if run.is_even else run.share_in_group(rank)
-    denominator = _not_cancelled(denominator, reducer)
-    denominator = tf.stop_gradient(tf.cast(denominator, tf.float32))
-    # Dummy rows count neither in the numerator nor in the denominator.
-    denominator = run.own_part(rank, denominator)
-    counted = denominator
-    if padding is not None and not by_weights:
-        mask = tf.cast(_mask_of(reducer), tf.float32)
-        counted = tf.reduce_sum(mask * padding.weights(mask.shape.rank))
-    total = sum_over_replicas(counted, rank)
-    _note_denominator(run, rank, total, reducer)
-    return tf.math.divide_no_nan(denominator, total)
+        _note_mean_of_rows(run, rank)
+    else:
+        total = tf.stop_gradient(tf.cast(denominator, tf.float32))
+        _note_total(run, rank, total, loss)
 
 
-def _note_denominator(
-    run: ReplicaRun, rank: Any, total: tf.Tensor, reducer: FrameType | None
-) -> None:
-    of = _as_given(reducer, "sample_weight" if _is_by_weights(reducer) else "mask")
-    if of is None and reducer is not None:
-        values = reducer.f_locals["values"]
-        note_denominator(run, rank, Denominator(total, Kind.COUNTED, values))
+def _note_total(run: ReplicaRun, rank: Any, total: tf.Tensor, loss: MeanLoss) -> None:
+    of = loss.given_weights if loss.is_by_weights else loss.given_mask
+    if of is None:
+        note_denominator(run, rank, Denominator(total, Kind.COUNTED, loss.values))
     else:
         note_denominator(run, rank, Denominator(total, of))
 
 
-def _note_row_mean(run: ReplicaRun, rank: Any, reducer: FrameType | None) -> None:
-    is_mean = _name_of(reducer) == "reduce_values"  # else a penalty, equal on all
-    note_denominator(run, rank, Denominator(None, of=None if is_mean else Kind.PENALTY))
+def _note_mean_of_rows(run: ReplicaRun, rank: Any) -> None:
+    note_denominator(run, rank, Denominator(None))
 
 
-def _own_denominator(run: ReplicaRun, rank: Any, reducer: FrameType | None) -> Any:
+def _note_penalty(run: ReplicaRun, rank: Any) -> None:
+    # Equal on all replicas.
+    note_denominator(run, rank, Denominator(None, of=Kind.PENALTY))
+
+
+def _own_denominator(run: ReplicaRun, rank: Any, loss: MeanLoss) -> Any:
     """D_r if it is not proportional to the rows of the batch, else None."""
-    denominator, given = _weight_denominator(reducer), _locals(reducer, "reduce_values")
-    if (
-        denominator is None
-        and given
-        and not has_entry_per_row(run, rank, given["values"])
-    ):
-        return given["divisor"]
+    denominator = _weight_denominator(loss)
+    if denominator is None and not has_entry_per_row(run, rank, loss.values):
+        return loss.divisor
     return denominator
 
 
-def _not_cancelled(denominator: tf.Tensor, reducer: FrameType | None) -> tf.Tensor:
+def _not_cancelled(denominator: tf.Tensor, loss: MeanLoss) -> tf.Tensor:
     """`denominator`, checked at run time: if a replica's weights cancel out while those
     of the batch do not, its rows would be lost."""
-    weights = _locals(reducer, "reduce_values").get("sample_weight")
-    if not _is_by_weights(reducer) or weights is None:
+    if not loss.is_by_weights or loss.weights is None:
         return denominator
-    size = tf.reduce_sum(tf.abs(weights))
+    size = tf.reduce_sum(tf.abs(loss.weights))
     is_lost = tf.logical_and(tf.equal(denominator, 0), tf.not_equal(size, 0))
     check = tf.debugging.Assert(tf.logical_not(is_lost), [WEIGHTS_CANCEL])
     if check is None:
@@ -249,65 +242,22 @@ def _not_cancelled(denominator: tf.Tensor, reducer: FrameType | None) -> tf.Tens
         return tf.identity(denominator)
 
 
-def _fraction_of_rows(reducer: FrameType | None, padding: Padding) -> tf.Tensor:
+def _fraction_of_rows(loss: MeanLoss, padding: Padding) -> tf.Tensor:
     """D_r / D if both are numbers of rows. Keras divided the valid rows' losses by all
-    rows, or by the sum of the rows' weights; regularization losses by nothing."""
-    given = _locals(reducer, "reduce_values")
-    if not given:
-        return padding.count / padding.total
-    if not _is_by_weights(reducer):
+    rows, or by the sum of the rows' weights."""
+    if not loss.is_by_weights:
         return padding.rows / padding.total
-    entries = tf.size(given["values"]) // padding.rows
+    entries = tf.size(loss.values) // padding.rows
     return padding.count / (padding.total * tf.cast(entries, tf.float32))
 
 
-def _name_of(frame: FrameType | None) -> str:
-    return "" if frame is None else frame.f_code.co_name
-
-
-def _locals(frame: FrameType | None, name: str) -> dict[str, Any]:
-    """The local variables of a function with that name; of others none."""
-    is_named = frame is not None and frame.f_code.co_name == name
-    return frame.f_locals if is_named else {}  # type: ignore[union-attr]
-
-
-def _is_by_weights(reducer: FrameType | None) -> bool:
-    reduction = _locals(reducer, "reduce_values").get("reduction")
-    return reduction == "mean_with_sample_weight"
-
-
-def _mask_of(reducer: FrameType | None) -> Any:
-    """The mask of the predictions in the call of `reduce_values`."""
-    outer = reducer.f_back if reducer is not None else None
-    return _locals(outer, "reduce_weighted_values").get("mask")
-
-
-def _as_given(reducer: FrameType | None, name: str) -> Any:
-    """The loss call's mask or weights, before Keras cast them."""
-    outer = reducer.f_back if reducer is not None else None
-    caller = outer.f_back if outer is not None else None
-    if caller is None or not _is_loss_of_keras(caller, "__call__"):
-        return None
-    return caller.f_locals.get(name)
-
-
-def _weight_denominator(reducer: FrameType | None) -> Any:
+def _weight_denominator(loss: MeanLoss) -> Any:
     """What a mean over weights or unmasked entries was divided by; None: samples."""
-    given = _locals(reducer, "reduce_values")
-    if _is_by_weights(reducer):
-        weights = given.get("sample_weight")
-        return None if weights is None else tf.reduce_sum(weights)
-    # Regularization and add_loss: per sample.
-    mask = _mask_of(reducer) if given else None
-    return None if mask is None else tf.reduce_sum(tf.cast(mask, tf.float32))
-
-
-def _is_weighted_by_samples(reporter: FrameType | None) -> bool:
-    """Whether Keras weights the next report by samples, which takes a static size."""
-    prediction = reporter.f_locals.get("y_p") if reporter is not None else None
-    if prediction is None:
-        return True
-    return tf.nest.flatten(prediction)[0].shape[0] is not None
+    if loss.is_by_weights:
+        return None if loss.weights is None else tf.reduce_sum(loss.weights)
+    if loss.mask is None:
+        return None
+    return tf.reduce_sum(tf.cast(loss.mask, tf.float32))
 
 
 class OwnLosses(MutableSequence):

@@ -133,7 +133,11 @@ def _compute_loss(
         )
     else:
         weights = _times_rows(sample_weight, padding)
-    return compute(x=x, y=y, y_pred=y_pred, sample_weight=weights, **options)
+    loss = compute(x=x, y=y, y_pred=y_pred, sample_weight=weights, **options)
+    if loss is None or not _has_rows(loss, padding):
+        return loss
+    # With reduction="none" Keras adds other outputs' means to the loss of each row.
+    return loss * padding.weights(loss.shape.rank, loss.dtype)
 
 
 def _refuse_added_losses(model: Any) -> None:

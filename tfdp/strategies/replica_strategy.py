@@ -40,7 +40,7 @@ from tfdp.step.find_optimizers import optimizers_of
 from tfdp.step.finite_guard import forget_failed_fit
 from tfdp.step.jit import take_over_jit
 from tfdp.step.local_run import begin_local_run
-from tfdp.step.losses import loss_replica_count, note_of_one_replica
+from tfdp.step.losses import ReplicaLosses
 from tfdp.step.own_branches import refuse_own_branches
 from tfdp.step.predictions import joined_outputs, parts_of_one_shape, why_not_joined
 from tfdp.step.reports import reduce_logs
@@ -139,18 +139,14 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """The number of replicas; to Keras' losses, what scales them to their share."""
-        replicas = self._replicas
-        run = self.extended.current_run
-        if tf.distribute.in_cross_replica_context():
-            return replicas
-        if replicas == 1 and not run.padding:
-            note_of_one_replica(run, names.current_rank())
-        else:
-            count = loss_replica_count(run, names.current_rank(), self._sum_scalar)
-            if count is not None:
-                return count  # type: ignore[return-value]
-        return replicas
+        """The number of replicas on all hosts."""
+        return self._replicas
+
+    @property
+    def losses_of_replica(self) -> ReplicaLosses:
+        """What scales Keras' losses on the calling replica (`tfdp.seams.losses`)."""
+        run, rank = self.extended.current_run, names.current_rank()
+        return ReplicaLosses(run, rank, self._replicas, self._sum_scalar)
 
     def run(
         self, fn: Callable, args: Any = (), kwargs: Any = None, options: Any = None

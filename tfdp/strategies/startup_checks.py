@@ -10,14 +10,21 @@ import keras
 import tensorflow as tf
 
 from tfdp.errors import UncheckedVersionWarning
+from tfdp.seams.losses import replace_loss_functions
 from tfdp.seams.table import CHECKED_VERSIONS, check_seams
 
 
-@functools.cache
 def check_versions() -> None:
-    """Refuses frameworks with other methods than tfdp replaces; warns, once, of other
-    minor versions."""
+    """Refuses frameworks with other methods than tfdp replaces, replaces the functions
+    that are replaced for good, and warns, once, of other minor versions."""
     check_seams()
+    replace_loss_functions()
+    warn_of_other_versions()
+
+
+@functools.cache
+def warn_of_other_versions() -> None:
+    """Warns, once, of minor versions that tfdp was not checked with."""
     installed = {"tensorflow": tf.__version__, "keras": keras.__version__}
     for package, checked in CHECKED_VERSIONS.items():
         if installed[package].split(".")[:2] != checked.split(".")[:2]:
@@ -27,7 +34,7 @@ def check_versions() -> None:
                 f"an error: install {package}=={checked}, or compare your model with "
                 "one device by `tfdp check`.",
                 UncheckedVersionWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
 
 
