@@ -37,7 +37,7 @@ from tfdp.step.dummy_rows import (
 from tfdp.step.find_optimizers import optimizers_of
 from tfdp.step.finite_guard import FiniteGuard
 from tfdp.step.jit import jitted_train_step
-from tfdp.step.losses import overridden_reductions, own_losses
+from tfdp.step.losses import added_loss_overrides, reduction_overrides
 from tfdp.step.metric_state import warn_if_rows_counted, warn_if_steps_counted
 from tfdp.step.observers import NoiseProbe, StepMeter, observers_of
 from tfdp.step.optimizers import optimizer_overrides
@@ -154,14 +154,14 @@ class StepCall:
         overrides = [
             optimizer_overrides(optimizers, run),
             report_overrides(model, run, made_metrics, noted),
+            reduction_overrides(model, run, self.fn),
             dummy_row_overrides(self.fn, optimizers, run),
+            added_loss_overrides(model, run),
             loss_overrides(model, run.guard),
         ]
         if self._padded_rows is not None:
             overrides.append(padding_overrides(model, run, made_metrics))
         with (
-            overridden_reductions(model, run, self.fn),
-            own_losses(model, run),
             overridden(itertools.chain(*overrides)),
             batch_first(step, None if self._is_compiled else arguments) as step,
         ):

@@ -16,8 +16,6 @@ on each other (synchronized batch normalization) would get wrong gradients.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import itertools
 from collections.abc import Callable, Iterator, MutableSequence
 from typing import Any
@@ -29,7 +27,7 @@ from tfdp._private.keras_models import ADD_UP, LOSSES, given_losses, layers_with
 from tfdp._private.names import current_rank, run_independently
 from tfdp.errors import ConfigurationError
 from tfdp.seams.losses import MeanLoss
-from tfdp.seams.replace import instance_attributes
+from tfdp.seams.replace import Override, around, instead
 from tfdp.tracing.batch_rows import has_entry_per_row
 from tfdp.tracing.batch_weight import Denominator, Kind, note_denominator
 from tfdp.tracing.keras_steps import is_stock_step
@@ -287,20 +285,17 @@ class OwnLosses(MutableSequence):
         self._own.insert(place, loss)
 
 
-@contextlib.contextmanager
-def own_losses(model: Any, run: ReplicaRun) -> Iterator[None]:
-    """Within this, each replica has its own losses of the layers of `model`."""
-    with contextlib.ExitStack() as stack:
-        if isinstance(model, keras.Model) and run.replicas > 1:
-            for layer in layers_within(model):
-                overrides: dict[str, Any] = {LOSSES: OwnLosses()}
-                if isinstance(layer, keras.Model):
-                    overrides[ADD_UP] = functools.partial(_add_up, layer, run)
-                stack.enter_context(instance_attributes(layer, overrides))
-        yield
+def added_loss_overrides(model: Any, run: ReplicaRun) -> Iterator[Override]:
+    """With these, each replica has its own losses of the layers of `model`."""
+    if not isinstance(model, keras.Model) or run.replicas == 1:
+        return
+    for layer in layers_within(model):
+        yield Override(layer, LOSSES, instead(OwnLosses()))
+        if isinstance(layer, keras.Model):
+            yield Override(layer, ADD_UP, around(_add_up, layer, run))
 
 
-def _add_up(model: keras.Model, run: ReplicaRun, loss: Any) -> Any:
+def _add_up(add_up: Any, model: keras.Model, run: ReplicaRun, loss: Any) -> Any:
     """Adds a layer's `add_loss` to the model's; values of rows as a sum, a share."""
     rank, given = current_rank(), tf.convert_to_tensor(loss)
     shares = run.shares[trace_of(rank)]
@@ -312,12 +307,11 @@ def _add_up(model: keras.Model, run: ReplicaRun, loss: Any) -> Any:
             loss = tf.reduce_sum(given) * shares.factor(1.0, given.dtype)
         else:
             warn_about_added_sum(run, rank, given)
-    return getattr(type(model), ADD_UP)(model, loss)
+    return add_up(loss)
 
 
-@contextlib.contextmanager
-def overridden_reductions(model: Any, run: ReplicaRun, step: Any) -> Iterator[None]:
-    """Within this, compiled losses with `reduction="sum"` return shares.
+def reduction_overrides(model: Any, run: ReplicaRun, step: Any) -> Iterator[Override]:
+    """With these, compiled losses with `reduction="sum"` return shares.
 
     Keras does not scale sums. So row losses are multiplied by a recorded factor 1
     before they are summed. `compute_loss` of the model refuses a loss of rows to which
@@ -326,17 +320,13 @@ def overridden_reductions(model: Any, run: ReplicaRun, step: Any) -> Iterator[No
     # If both are Keras' own, nothing divides a sum.
     stock = keras.Model.compute_loss
     is_stock = is_stock_step(step) and type(model).compute_loss is stock
-    with contextlib.ExitStack() as stack:
-        losses = given_losses(model) if isinstance(model, keras.Model) else []
-        if losses and run.replicas > 1:
-            compute = functools.partial(_checked_loss, model.compute_loss, run)
-            stack.enter_context(instance_attributes(model, {"compute_loss": compute}))
-        # One loss may serve several outputs: override it once.
-        for loss in {id(loss): loss for loss in losses}.values():
-            if isinstance(loss, keras.losses.Loss) and loss.reduction == "sum":
-                call = functools.partial(_losses_of_rows, loss.call, run, is_stock)
-                stack.enter_context(instance_attributes(loss, {"call": call}))
-        yield
+    losses = given_losses(model) if isinstance(model, keras.Model) else []
+    if losses and run.replicas > 1:
+        yield Override(model, "compute_loss", around(_checked_loss, run))
+    # One loss may serve several outputs: override it once.
+    for loss in {id(loss): loss for loss in losses}.values():
+        if isinstance(loss, keras.losses.Loss) and loss.reduction == "sum":
+            yield Override(loss, "call", around(_losses_of_rows, run, is_stock))
 
 
 def _losses_of_rows(
