@@ -13,12 +13,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdp._private.names import in_compiled_function
+from tfdp._private.names import in_compiled_function, replicas_of
 from tfdp.errors import ConfigurationError
+from tfdp.lint.registry import register
+from tfdp.lint.values import ROW_SOURCE
+from tfdp.tracing.loss_checks import is_share, warn_about_loss
 from tfdp.tracing.loss_shares import Standing
-from tfdp.tracing.loss_suspicions import is_share
-from tfdp.tracing.replica_invariance import OWN_ROWS
-from tfdp.tracing.row_means import warn_about_loss
 from tfdp.tracing.run import current_run, trace_of
 
 __all__ = ["all_rows", "local_mean", "local_sum", "own_rows"]
@@ -158,8 +158,10 @@ def own_rows(values: Any, like: Any) -> Any:
 
     def part_of(value: Any) -> tf.Tensor:
         sizes = [before, rows, behind]
-        part = tf.split(value, sizes, axis=0, name=OWN_ROWS)[1]
-        return tf.ensure_shape(part, length.concatenate(part.shape[1:]))
+        part = tf.split(value, sizes, axis=0)[1]
+        part = tf.ensure_shape(part, length.concatenate(part.shape[1:]))
+        register(part, ROW_SOURCE)
+        return part
 
     return tf.nest.map_structure(part_of, values)
 
@@ -168,7 +170,9 @@ def _known_part(value: Any, begin: Any, size: int) -> tf.Tensor:
     """`size` rows of `value`, with static sizes, for XLA."""
     rest = value.shape[1:]
     begins = tf.stack([begin, *[0] * rest.rank])
-    return tf.slice(value, begins, [size, *rest], name=OWN_ROWS)
+    part = tf.slice(value, begins, [size, *rest])
+    register(part, ROW_SOURCE)
+    return part
 
 
 def _refuse_without_rows(name: str, values: Any, instead: str) -> None:
@@ -193,7 +197,7 @@ def _refuse_other_lengths(values: Any, like: Any) -> None:
 def _replicas_in_sync(name: str) -> Any:
     """The context of this replica; None if it is the only one."""
     context = tf.distribute.get_replica_context()
-    if context is None or context.num_replicas_in_sync == 1:
+    if context is None or replicas_of(context.strategy) == 1:
         return None
     if in_compiled_function() and not getattr(context.strategy, "compiles_steps", True):
         raise ConfigurationError(

@@ -142,14 +142,14 @@ NO_SUMS = {
     last: "a value of the last batch",
     constant: "is equal on all replicas",
     average: "forgets",
-    average_by_added: "depends on its own value",
-    average_by_subtracted: "depends on its own value",
-    average_by_difference: "depends on its own value",
+    average_by_added: "forgets older batches",
+    average_by_subtracted: "forgets older batches",
+    average_by_difference: "forgets older batches",
     running_mean: "depends on its own value",
     products: "old value plus a sum",
     sum_of_maxima: "such as of maxima",
     sum_of_squared_sums: "such as of maxima",
-    log_sum: "depends on its own value",
+    log_sum: "old value plus a sum",
 }
 
 

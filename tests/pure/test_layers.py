@@ -53,6 +53,7 @@ LAYERS = {
     "losses": 4,
     "variables": 4,
     "exchange": 3,
+    "lint": 3,
     "tracing": 3,
     "_private": 2,
     "compression": 2,

@@ -108,6 +108,12 @@ def whole_of(component: Any) -> Any:
     return None if container is None else container()
 
 
+def replicas_of(strategy: Any) -> int:
+    """`num_replicas_in_sync`; a program that reads that in a step scales by it."""
+    own = getattr(strategy, "_replicas", None)
+    return int(strategy.num_replicas_in_sync if own is None else own)
+
+
 def is_of_whole(handle: Any) -> bool:
     """Whether a handle belongs to a component of a distributed variable.
 

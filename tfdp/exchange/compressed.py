@@ -17,6 +17,7 @@ import tensorflow as tf
 from tfdp.compression.method import Exchanged, Method, Slots
 from tfdp.exchange.packing import Tensors
 from tfdp.exchange.peers import PeerGroup
+from tfdp.lint.registry import register_exchanged
 from tfdp.plan.buckets import TensorInfo, plan_buckets
 from tfdp.plan.communication import Communication
 
@@ -161,7 +162,7 @@ class CompressedSums:
                     left.update(zip(bucket.indices, after, strict=True))
                     bad.append(is_bad)
                 totals = self.group.distribute(values, rank)
-            sums.update(zip(bucket.indices, totals, strict=True))
+            sums.update(zip(bucket.indices, register_exchanged(totals), strict=True))
         in_order = range(len(gradients))
         after = [left[i] for i in in_order if left]
         return [sums[i] for i in in_order], after, sum(bad, tf.constant(0.0))

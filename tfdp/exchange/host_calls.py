@@ -11,10 +11,11 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp._private import names
-from tfdp._private.step_ops import CALLS, MAY_CALL, PYTHON, graphs_called, run_behind
+from tfdp._private.step_ops import graphs_called, run_behind
 from tfdp.exchange.packing import Tensors
 from tfdp.hosts.async_exchanges import AsyncExchanges
 from tfdp.hosts.python_calls import counted
+from tfdp.lint.op_kinds import calls_python, is_call, is_control_flow
 
 #: The names of their ops.
 LINK_CALL = "tfdp_link_call"
@@ -26,7 +27,6 @@ TOKEN = np.uint8(0)
 #: By graph, an operation's name: the operation itself would keep the graph alive.
 LastOps: TypeAlias = "weakref.WeakKeyDictionary[tf.Graph, str]"
 #: Operations with graphs of their own that may contain a call.
-CONTROL_FLOW = MAY_CALL.difference(CALLS)
 
 
 class LinkCalls:
@@ -123,10 +123,10 @@ class LinkCalls:
         for op in tf.compat.v1.get_default_graph().get_operations():
             if not _is_call_of_link(op) and not _holds_calls(op, known):
                 continue
-            if op.type in CALLS:
+            if is_call(op):
                 run_behind(op, since)
                 since.clear()
-            elif since and since[0].type in CALLS:
+            elif since and is_call(since[0]):
                 run_behind(op, since[:1])
             since.append(op)
 
@@ -195,7 +195,7 @@ def _token_of(graph: tf.Graph, last_ops: LastOps) -> list[tf.Tensor]:
 
 
 def _is_call_of_link(op: tf.Operation) -> bool:
-    return op.type in PYTHON and (LINK_CALL in op.name or LINK_BEGIN in op.name)
+    return calls_python(op) and (LINK_CALL in op.name or LINK_BEGIN in op.name)
 
 
 def _holds_calls(op: tf.Operation, known: dict[int, bool]) -> bool:
@@ -225,4 +225,4 @@ def _control_flow_in(graph: tf.Graph) -> list[tf.Operation]:
     """Ops that may contain the call before this one: an accumulating optimizer's
     reduction, or a loop of steps. Nothing else orders a call after them, and hosts
     would make the two in different orders."""
-    return [op for op in graph.get_operations() if op.type in CONTROL_FLOW]
+    return [op for op in graph.get_operations() if is_control_flow(op)]

@@ -15,6 +15,7 @@ from tfdp.exchange.engine import Engine
 from tfdp.exchange.packing import Layouts, Tensors, with_static_shape
 from tfdp.exchange.peer_groups import peer_group
 from tfdp.exchange.sparse import merge_rows, travels_dense
+from tfdp.lint.registry import register_exchanged
 from tfdp.plan.buckets import (
     Bucket,
     TensorInfo,
@@ -67,7 +68,7 @@ class GradientPipeline:
     def broadcast(self, value: tf.Tensor, rank: int) -> tf.Tensor:
         if self.engine.replicas == 1:
             return value
-        return self.engine.broadcast(value, rank)
+        return register_exchanged(self.engine.broadcast(value, rank))
 
     def sum_gradients(
         self,
@@ -139,7 +140,8 @@ class GradientPipeline:
         return [self._mean(value) for value in sums] if is_mean else sums
 
     def sum_within(self, value: tf.Tensor, rank: int) -> tf.Tensor:
-        return self.engine.all_reduce_within(tf.convert_to_tensor(value), rank)
+        value = self.engine.all_reduce_within(tf.convert_to_tensor(value), rank)
+        return register_exchanged(value)
 
     def _by_buckets(
         self,
@@ -173,17 +175,18 @@ class GradientPipeline:
             label = f"bucket {number} of {len(buckets)}"
             with tf.name_scope("tfdp_all_reduce"):
                 results = exchange(tensors, rank, label)
-            reduced.update(zip(places, results, strict=True))
+            reduced.update(zip(places, register_exchanged(results), strict=True))
         sparse = [i for i, v in enumerate(values) if isinstance(v, tf.IndexedSlices)]
         for number, place in enumerate(sparse, start=1):
             with tf.name_scope("tfdp_all_reduce_rows"):
-                reduced[place] = self.engine.all_reduce_rows(
+                rows = self.engine.all_reduce_rows(
                     values[place],
                     rank,
                     f"table {number} of {len(sparse)}",
                     summed=sum_rows,
                     wire_dtype=wire_dtype,
                 )
+                reduced[place] = register_exchanged(rows)
         return [reduced[place] for place in range(len(values))]
 
     def reduce_scatter(
@@ -242,7 +245,7 @@ class GradientPipeline:
         """The sum over the shards of each replica's small value, of equal shapes."""
         if not self.holds_first_copy:
             value = tf.zeros_like(value)  # other hosts count the same shards
-        return self.engine.all_reduce(value, rank)
+        return register_exchanged(self.engine.all_reduce(value, rank))
 
     def _cut_by_bucket(
         self,
@@ -271,6 +274,7 @@ class GradientPipeline:
                     rank,
                     f"{kind}{of} of bucket {number} of {len(buckets)}",
                 )
+            register_exchanged(exchanged)
             results.update(zip(bucket.indices, exchanged, strict=True))
         return [results[place] for place in range(len(tensors))]
 

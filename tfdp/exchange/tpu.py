@@ -23,6 +23,7 @@ from tfdp.exchange.packing import (
     with_static_shape,
 )
 from tfdp.exchange.wire_types import is_wider_float
+from tfdp.lint.registry import register_exchanged
 from tfdp.plan.compression import Compression
 from tfdp.plan.shards import ShardLayout
 
@@ -144,7 +145,9 @@ class CrossReplicaReducer:
         dense = with_static_shape(gradients, layouts)
         sent = to_wire(dense, self.wire_dtype)
         # One exchange each: XLA starts it as soon as the gradient exists.
-        shards = [self._ops.scatter_sum(rows, rank) for rows in to_rows(sent, layouts)]
+        rows_to_send = to_rows(sent, layouts)
+        shards = [self._ops.scatter_sum(rows, rank) for rows in rows_to_send]
+        register_exchanged(shards)
         return from_wire(shards, dense)
 
     def all_gather(
@@ -199,7 +202,7 @@ class CrossReplicaReducer:
                 f"{', '.join(dtype.name for dtype in SUMMABLE)}. Cast before the "
                 "reduction."
             )
-        return self._ops.sum(value)
+        return register_exchanged(self._ops.sum(value))
 
 
 SCATTERABLE = (tf.bfloat16, tf.float16, tf.float32, tf.int32, tf.uint32)

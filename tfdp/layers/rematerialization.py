@@ -23,13 +23,14 @@ from tfdp._private.keras_layers import (
     get_autocast_scope,
 )
 from tfdp._private.keras_models import layers_within, mask_of, seed_generators_of
-from tfdp._private.names import VariableWatcher, stop_recording
-from tfdp._private.step_ops import ASSIGNS, DRAWS, operations_within, reads_only_shapes
+from tfdp._private.names import VariableWatcher, replicas_of, stop_recording
+from tfdp._private.step_ops import operations_within, reads_only_shapes
 from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError, TooLateWarning
 from tfdp.exchange.engine import exchanges_of
 from tfdp.layers import recompute
 from tfdp.layers.segments import cut_in_segments
+from tfdp.lint.op_kinds import assigns, draws
 from tfdp.seams.replace import replace, restore
 from tfdp.tracing.run import current_run, name_of_gradient
 from tfdp.variables.global_seed import drawing_globally
@@ -257,7 +258,7 @@ def _operations() -> list[tf.Operation]:
     None eagerly, or where replicas of a stock strategy build the graph in turn: an
     operation may belong to another replica, which is at another layer by then.
     """
-    in_turn = tf.distribute.get_strategy().num_replicas_in_sync > 1
+    in_turn = replicas_of(tf.distribute.get_strategy()) > 1
     if tf.executing_eagerly() or (in_turn and current_run() is None):
         return []
     found: list[tf.Operation] = tf.compat.v1.get_default_graph().get_operations()
@@ -314,14 +315,14 @@ def _refuse_assigned_state(
     graph, with its draws and updates, was traced in the first pass.
     """
     for operation in operations:
-        if operation.type in ASSIGNS:
+        if assigns(operation):
             _refuse(
                 layer,
                 f"assigns to a tf.Variable ({operation.name}), and would assign again "
                 "when it is recomputed",
                 "Make it a weight (add_weight(trainable=False))",
             )
-        if any(inner.type in ASSIGNS for inner in operations_within([operation])):
+        if any(map(assigns, operations_within([operation]))):
             _refuse(
                 layer,
                 f"draws random numbers or assigns to a variable in a tf.function "
@@ -343,7 +344,7 @@ def _refuse_other_draws(layer: keras.layers.Layer, draws: str) -> None:
 def _other_draws(operations: Sequence[tf.Operation]) -> str:
     """The type of an op with unrepeatable random numbers; "": there is none."""
     made = operations_within(operations)
-    return next((str(op.type) for op in made if op.type in DRAWS), "")
+    return next((str(op.type) for op in made if draws(op)), "")
 
 
 def _refuse(layer: keras.layers.Layer, why: str, instead: str = "") -> NoReturn:

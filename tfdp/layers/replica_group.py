@@ -6,6 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdp._private.names import replicas_of
 from tfdp.errors import ConfigurationError
 
 
@@ -19,7 +20,7 @@ class ReplicaGroup:
     def __init__(self, group_size: int | None):
         context = tf.distribute.get_replica_context()
         self._context: Any = context
-        self.replicas = context.num_replicas_in_sync if context else 1
+        self.replicas = replicas_of(context.strategy) if context else 1
         self.group_size = group_size or self.replicas
         if context and self.replicas % self.group_size:
             raise ConfigurationError(

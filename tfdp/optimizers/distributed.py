@@ -13,7 +13,7 @@ from keras import ops
 
 from tfdp import compression
 from tfdp._private import optimizer_hooks as hooks
-from tfdp._private.names import current_rank
+from tfdp._private.names import current_rank, replicas_of
 from tfdp.checks import is_number, is_whole
 from tfdp.errors import ConfigurationError, ScopeError
 from tfdp.optimizers.apart import (
@@ -39,6 +39,7 @@ from tfdp.sync.local_sgd import LocalSGD
 from tfdp.sync.rounds import Sync
 from tfdp.tracing.assigned_terms import as_tensors
 from tfdp.tracing.batch_weight import batch_weight
+from tfdp.tracing.loss_checks import note_gradients
 from tfdp.tracing.run import current_run
 
 
@@ -186,6 +187,9 @@ class DistributedOptimizer(hooks.LossScaleHooks):
         variables = list(trainable_variables or hooks.variables_built_with(self))
         refuse_overwritten(variables, type(self).__name__)
         gradients = as_tensors(grads)
+        found = current_run()
+        if found is not None:
+            note_gradients(*found, gradients, self)
         if self.static_scale is not None:
             scale = self.static_scale
             gradients = [g if g is None else ops.divide(g, scale) for g in gradients]
@@ -377,7 +381,7 @@ def _what_it_is(given: Any) -> str:
 def _check_place(optimizer: keras.optimizers.Optimizer) -> None:
     """Refuses updates under a stock strategy, or inside another optimizer."""
     strategy, found = tf.distribute.get_strategy(), current_run()
-    if found is None and strategy.num_replicas_in_sync > 1:
+    if found is None and replicas_of(strategy) > 1:
         raise ScopeError(
             f"DistributedOptimizer {optimizer.name!r} cannot accumulate or test under "
             f"{type(strategy).__name__}, which stops all replicas at every reduction. "

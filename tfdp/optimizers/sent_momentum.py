@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import compression as methods
+from tfdp._private.names import replicas_of
 from tfdp._private.optimizer_hooks import DecayHooks, variable_index
 from tfdp.checks import is_whole
 from tfdp.compression.method import Method, MomentumCompression
@@ -57,7 +58,7 @@ class SentMomentum(DecayHooks):
         strategy, found = tf.distribute.get_strategy(), current_run()
         if found is not None and found[0].replicas > 1 and found[0].is_updating:
             self._refuse_gradients_sent(found[0])
-        if strategy.num_replicas_in_sync > 1 and found is None:
+        if replicas_of(strategy) > 1 and found is None:
             raise ScopeError(
                 f"{type(self).__name__} is used under {type(strategy).__name__}, which "
                 "would send its gradients uncompressed. Use tfdp.DataParallelStrategy "

@@ -34,7 +34,8 @@ class MeanLoss(NamedTuple):
 
     `mean` is the sum of `values`, which `weights` (sample weights times mask, or None)
     have multiplied, over `divisor`. `mask` is a tensor or None. `given_mask` and
-    `given_weights` are what the loss was called with.
+    `given_weights` are what the loss was called with; `made_of` are the tensors of
+    losses, weights and mask before Keras multiplied them.
     """
 
     mean: Any
@@ -45,6 +46,7 @@ class MeanLoss(NamedTuple):
     is_by_weights: bool
     given_mask: Any
     given_weights: Any
+    made_of: tuple[Any, ...]
 
 
 def replace_loss_functions() -> None:
@@ -153,6 +155,7 @@ def _scaled(
         weights = ops.convert_to_tensor(weights, dtype=dtype)
     if mask is not None:
         mask = ops.convert_to_tensor(mask, dtype=dtype)
+    made_of = tuple(part for part in (values, weights, mask) if part is not None)
     weights = keras_losses.apply_mask(
         weights, mask, dtype=values.dtype, reduction=reduction
     )
@@ -182,5 +185,6 @@ def _scaled(
             is_by_weights,
             given_mask,
             given_weights,
+            made_of,
         )
     )

@@ -101,7 +101,10 @@ def note_on(target: Any, name: str, value: Any) -> None:
     """Keeps a value of tfdp's own with an instance, which does not track it."""
     if not name.startswith(OWN):
         raise SeamError(f"A note on an object of another package begins with {OWN}.")
-    vars(target)[name] = value
+    if hasattr(target, "__dict__"):
+        vars(target)[name] = value
+    else:  # TensorFlow's graphs show no dictionary
+        setattr(target, name, value)
 
 
 def with_state_of(kind: Any, source: Any) -> Any:
@@ -122,10 +125,12 @@ def replace_for_good(
     with contextlib.suppress(ImportError, AttributeError):
         found = owner_of(_row_of(owner, attribute))
         original = getattr(found, attribute)
-        if not hasattr(original, "replaced_by_tfdp"):
-            replaced = replacement(original)
+        is_property = isinstance(original, property)
+        function = original.fget if is_property else original
+        if not hasattr(function, "replaced_by_tfdp"):
+            replaced = replacement(function)
             replaced.replaced_by_tfdp = True
-            setattr(found, attribute, replaced)
+            setattr(found, attribute, property(replaced) if is_property else replaced)
 
 
 @contextlib.contextmanager

@@ -151,6 +151,29 @@ SEAMS: tuple[Seam, ...] = (
         "called",
         "",
     ),
+    # What `tfdp.lint` is told (`tfdp.tracing.statements`).
+    Seam(
+        "tensorflow:GradientTape",
+        "gradient",
+        "(self, target, sources, output_gradients=None, unconnected_gradients="
+        "<UnconnectedGradients.NONE: 'none'>)",
+        "always",
+        "a replica notes which number a gradient is of",
+    ),
+    Seam(
+        "keras.layers:BatchNormalization",
+        "call",
+        "(self, inputs, training=None, mask=None)",
+        "always",
+        "statistics of a replica's own rows are documented: no warning",
+    ),
+    Seam(
+        "tensorflow.python.distribute.distribute_lib:ReplicaContextBase",
+        "replica_id_in_sync_group",
+        None,
+        "always",
+        "a condition that depends on the rank is known to differ by replica",
+    ),
     # What Keras does to variables, metrics, models and loops.
     Seam(
         VARIABLE,

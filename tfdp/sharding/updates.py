@@ -17,6 +17,8 @@ from tfdp.errors import ConfigurationError
 from tfdp.exchange.engine import exchanges_of
 from tfdp.exchange.packing import copied_shard, shard_of
 from tfdp.exchange.reducer import Reducer
+from tfdp.lint.registry import key_of, register
+from tfdp.lint.values import Term, Value
 from tfdp.plan.shards import Sharding, ShardLayout
 from tfdp.sharding.variables import (
     LocalShardVariable,
@@ -25,7 +27,6 @@ from tfdp.sharding.variables import (
     check_whole_gradient,
     shard_update,
 )
-from tfdp.tracing.loss_shares import key_of
 from tfdp.tracing.run import name_of_gradient, trace_of
 
 SHARD_CLASSES = (ShardedVariable, ShardUpdatedVariable)
@@ -176,6 +177,7 @@ class ShardUpdates:
                 total = context.all_reduce("SUM", upstream)
                 own = shard_of(total, layout, self.part_of(rank))
             run.shard_gradients[trace_of(rank)][key_of(own)] = own
+            register(own, Value(terms=frozenset({Term.SHARD})))
             return own
 
         with self._outside_loops(), tf.device(own.device):

@@ -19,12 +19,14 @@ from tfdp._private.keras_models import layers_within
 from tfdp._private.names import current_rank, own_copy
 from tfdp._private.step_ops import operations_within
 from tfdp.errors import ConfigurationError
+from tfdp.lint.analysis import handle_of
+from tfdp.lint.findings import is_no_mean
+from tfdp.lint.op_kinds import is_extreme, writes_summary
+from tfdp.lint.terms import outermost
+from tfdp.lint.values import Term
 from tfdp.step.own_branches import own_source_of
-from tfdp.tracing.assigned_terms import is_read_among, term_added_to
-from tfdp.tracing.dependencies import DependsOn, is_of_own_rows, stored_from_shares
-from tfdp.tracing.replica_invariance import outermost
-from tfdp.tracing.row_means import is_no_mean_over_rows, is_sum_over_rows, rows_of
-from tfdp.tracing.run import ReplicaRun, trace_of
+from tfdp.tracing.run import ReplicaRun
+from tfdp.tracing.state_checks import is_added, stored_from_shares
 from tfdp.tracing.trace_order import describe_sum
 
 
@@ -57,11 +59,11 @@ def _of_rows(run: ReplicaRun, rank: int, ids: set[int]) -> set[int]:
     found = set()
     for stored_by, variable, value in run.stored:
         is_one = stored_by == rank and id(variable) in ids
-        if is_one and is_of_own_rows(run.batches, trace_of(rank), value):
-            handle = outermost(own_copy(variable, rank).handle)
+        stored = run.analysis(rank).value(value) if is_one else None
+        if stored is not None and stored.local & {"rows", "counts"}:
             # Without an update, accumulated values may be gradients for one in a later
             # step: parts of a sum.
-            if run.updates or term_added_to(handle, value) is None:
+            if run.updates or not is_added(stored, variable, rank):
                 found.add(id(variable))
     return found
 
@@ -144,11 +146,10 @@ def warn_about_stored(run: ReplicaRun, model: Any) -> None:
         )
     # Accumulated gradients are treated as parts of a sum.
     skipped = run.own_sums | {id(variable) for variable in (*of_shares, *sums)}
-    of_rank = functools.cache(functools.partial(rows_of, run))
     for rank, variable, value in run.stored:
         if id(variable) in skipped:
             continue
-        what = _suspicion_of(run, rank, variable, value, of_rank(rank))
+        what = _problem_of(run, rank, variable, value)
         clause = None if what is None else _clause(model, variable, what)
         if clause is not None:
             run.state_suspicions.add(clause)
@@ -182,26 +183,26 @@ def _normalization_of(
     return None
 
 
-def _suspicion_of(
-    run: ReplicaRun, rank: int, variable: Any, value: tf.Tensor, rows: DependsOn
+def _problem_of(
+    run: ReplicaRun, rank: int, variable: Any, value: tf.Tensor
 ) -> str | None:
-    handle = outermost(own_copy(variable, rank).handle)
-    added = term_added_to(handle, value)
-    is_sum = rows.keys and is_sum_over_rows(value if added is None else added, rows)
-    # Checked for sums only, because it walks all ancestors of the value.
-    if is_sum and is_of_own_rows(run.batches, trace_of(rank), value):
-        if added is not None:
+    stored = run.analysis(rank).value(value)
+    if not stored.local & {"rows", "counts"} or Term.UNKNOWN in stored.terms:
+        return None
+    if stored.target is not None and is_added(stored, variable, rank):
+        return None  # gradients for a later step, which adds them over the replicas
+    if stored.terms & {Term.SUM, Term.COUNT}:
+        if is_added(stored, variable, rank):
             return "a running sum over rows. Make it with aggregation='sum'"
         return f"computed from a sum over rows, as an average of sums is. {SUM_FIRST}"
-    is_extreme = value.op.type in ("Maximum", "Minimum")
-    is_running = is_extreme and is_read_among(handle, value.op.inputs)
-    if is_running and is_of_own_rows(run.batches, trace_of(rank), value):
+    own = handle_of(own_copy(variable, rank).handle)
+    is_own = any(own == handle for handle, _ in stored.reads)
+    if is_own and is_extreme(value.op):
         return (
             "a running maximum or minimum. Take that over all replicas first: "
             "tf.reduce_max(tfdp.losses.all_rows(x))"
         )
-    is_own = rows.keys and is_no_mean_over_rows(value, rows)
-    if is_own and is_of_own_rows(run.batches, trace_of(rank), value):
+    if is_no_mean(stored):
         return (
             "rows themselves (a queue of them), or a function of rows that is no mean "
             "(a quotient, a root, a threshold). Gather the rows of all replicas first, "
@@ -216,7 +217,7 @@ def warn_about_written(run: ReplicaRun, operations: Iterable[tf.Operation]) -> N
         return
     found: dict[str, str] = {}
     for op in operations_within(operations):
-        if op.type != "WriteSummary":
+        if not writes_summary(op):
             continue
         _, _, value, tag, _ = op.inputs
         # Images, sounds and texts are strings: examples from any replica are fine.

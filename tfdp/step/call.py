@@ -46,8 +46,8 @@ from tfdp.step.reports import NotedResults, recorded, report_overrides
 from tfdp.step.table_rows import read_in_place
 from tfdp.tracing.effect_order import operations
 from tfdp.tracing.keras_steps import is_predict_step, name_of_step
+from tfdp.tracing.loss_checks import find_faults_of_losses
 from tfdp.tracing.padded_batch import find_padded, trim_rows, without_padding
-from tfdp.tracing.row_means import warn_about_pairs
 from tfdp.tracing.run import ReplicaRun
 from tfdp.tracing.sample_counts import sample_counts
 
@@ -170,7 +170,7 @@ class StepCall:
         if not (self._is_compiled or tf.executing_eagerly()):
             read_in_place(operations()[built_before:])
             warn_about_written(self.run, operations()[built_before:])
-        warn_about_pairs(self.run)
+        find_faults_of_losses(self.run, self.model, self.fn)
         warn_about_stored(self.run, self.model)
         warn_if_rows_counted(self.run)
         warn_if_steps_counted(self.run, made_metrics)

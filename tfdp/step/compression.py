@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 from keras.optimizers import Optimizer
 
-from tfdp._private.names import own_copy
+from tfdp._private.names import own_copy, replicas_of
 from tfdp._private.optimizer_hooks import (
     strategy_of,
     variable_index,
@@ -298,7 +298,7 @@ def sum_by_momentum(
         if is_taken(compressed, gradient, variable):
             own = own_copy(inner.momentum_of(variable).value, rank).read_value()
             momenta[place] = kept * scale * tf.cast(own, tf.float32)
-            part = momenta[place] / strategy.num_replicas_in_sync
+            part = momenta[place] / replicas_of(strategy)
             new = (1 - kept) * tf.cast(gradient, tf.float32)
             # The initial momentum may be NaN, and 0 times NaN is not 0.
             sent[place] = tf.where(is_plain, new, part + new)
@@ -335,7 +335,7 @@ def _refuse_place(
     compressed: CompressedSums,
 ) -> None:
     """Refuses an `across` for which everything would be sent uncompressed."""
-    owner, replicas = type(optimizer).__name__, strategy.num_replicas_in_sync
+    owner, replicas = type(optimizer).__name__, replicas_of(strategy)
     is_one_process = len(strategy.extended.worker_devices) == replicas
     if own_method.across == "replicas" and not is_one_process:
         raise ConfigurationError(

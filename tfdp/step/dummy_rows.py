@@ -29,14 +29,14 @@ from tfdp._private.names import PerReplica, current_rank
 from tfdp._private.optimizer_hooks import variables_built_with
 from tfdp.data.split import rows_between
 from tfdp.errors import ConfigurationError
+from tfdp.lint.registry import register_exchanged
 from tfdp.seams.replace import Override, around, instance_attributes
 from tfdp.sharding.variables import ShardedVariable, shard_kind
-from tfdp.tracing.assigned_terms import as_tensors, handles_of, linear_sources
-from tfdp.tracing.dependencies import are_reduced, batch_keys
+from tfdp.tracing.assigned_terms import as_tensors
 from tfdp.tracing.keras_steps import is_stock_step, name_of_step
-from tfdp.tracing.replica_invariance import GATHERED_ROWS
 from tfdp.tracing.run import ReplicaRun, trace_of
 from tfdp.tracing.sample_counts import parts_by_replica
+from tfdp.tracing.state_checks import handles_of, is_of_all_replicas, linear_sources
 
 
 def add_dummy_rows(
@@ -134,7 +134,6 @@ def _apply(
     rank = current_rank()
     stored = handles_of(run.local_state.get(trace_of(rank), {}).values(), rank)
     own = as_tensors(gradients)
-    keys = batch_keys(run.batches, trace_of(rank))
     built_with = trainable_variables or variables_built_with(optimizer)
     variables = list(built_with or [None] * len(own))
     places = []
@@ -144,12 +143,11 @@ def _apply(
         if gradient is None or is_sum or run.is_own_gradient(rank, gradient):
             continue
         # Accumulators of the step hold gradients of earlier, real rows.
-        if not linear_sources([gradient], stored):
+        if not linear_sources(run, rank, [gradient], stored):
             places.append(place)
-    # What a step has summed over replicas itself depends on the rows of all.
-    are_whole = are_reduced([own[place] for place in places], keys)
-    for place, is_whole in zip(places, are_whole, strict=True):
-        if not is_whole:
+    for place in places:
+        # What a step has summed over replicas itself depends on the rows of all.
+        if not is_of_all_replicas(run, rank, own[place]):
             own[place] = run.own_gradient(rank, own[place])
     with run.summing_own_parts(rank):
         return apply(own, trainable_variables)
@@ -269,8 +267,7 @@ def _gather(
         _refuse_padding(run, value)
         value = tf.nest.map_structure(lambda part: _own_rows(run, part), value)
     gathered = original(value, axis, options)
-    name = functools.partial(tf.identity, name=GATHERED_ROWS)
-    return tf.nest.map_structure(name, gathered)
+    return register_exchanged(tf.nest.map_structure(tf.identity, gathered))
 
 
 def _refuse_padding(run: ReplicaRun, value: Any) -> None:

@@ -8,7 +8,7 @@ so are replaced (`tfdp.seams.losses`), and call `ReplicaLosses`:
     unscale:  R      becomes  N / n_r    n_r: samples; Keras weights reports by n_r
 
 D is N, or an all-reduce of D_r if D_r is not proportional to the rows of the batch
-(`batch_rows`). With S_r the replica's sum, scale gives S_r / D, with the loss of the
+(`loss_checks`). With S_r the replica's sum, scale gives S_r / D, with the loss of the
 whole batch as sum over replicas, and unscale (S_r / D) (N / n_r), with the same mean
 weighted by n_r. The factor is applied before backprop: after it, replicas that depend
 on each other (synchronized batch normalization) would get wrong gradients.
@@ -16,7 +16,6 @@ on each other (synchronized batch normalization) would get wrong gradients.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, MutableSequence
 from typing import Any
 
@@ -26,21 +25,21 @@ import tensorflow as tf
 from tfdp._private.keras_models import ADD_UP, LOSSES, given_losses, layers_within
 from tfdp._private.names import current_rank, run_independently
 from tfdp.errors import ConfigurationError
+from tfdp.lint.registry import ShareOf, is_of_graph, register
 from tfdp.seams.losses import MeanLoss
 from tfdp.seams.replace import Override, around, instead
-from tfdp.tracing.batch_rows import has_entry_per_row
 from tfdp.tracing.batch_weight import Denominator, Kind, note_denominator
 from tfdp.tracing.keras_steps import is_stock_step
-from tfdp.tracing.loss_shares import LossShares, Standing, ancestors
-from tfdp.tracing.loss_suspicions import (
+from tfdp.tracing.loss_checks import (
     are_values_of_rows,
-    is_mean_taken_by_hand,
+    has_entry_per_row,
     is_share,
     reported_standing,
-    seems_local,
     warn_about_added_sum,
     warn_about_sum_of_all,
+    warn_about_weighted_number,
 )
+from tfdp.tracing.loss_shares import LossShares, Standing
 from tfdp.tracing.padded_batch import Padding
 from tfdp.tracing.run import ReplicaRun, trace_of
 
@@ -49,9 +48,6 @@ WEIGHTS_CANCEL = (
     "reduction='mean_with_sample_weight' its rows would count for nothing. Use weights "
     "that are not negative, or reduction='sum_over_batch_size'."
 )
-
-# The most operations between a loss' result and a user's value that uses it.
-MOST_NEAR = 100
 
 
 class ReplicaLosses:
@@ -82,10 +78,16 @@ class ReplicaLosses:
             _note_own_denominator(run, rank, loss)
             return loss.mean
         run.scaled_losses.add(trace_of(rank))
-        if _is_of_shares(self._shares, loss.values):
+        entries = loss.made_of[0]
+        if not entries.shape.rank and len(loss.made_of) > 1:
+            warn_about_weighted_number(run, rank, entries, loss.given_weights)
+        if _is_of_shares(self._shares, entries):
             return self._unchanged(loss.mean)
         fraction = self._fraction(loss)
-        return _product(loss.mean, self._shares.factor(fraction, loss.mean.dtype))
+        share = _product(loss.mean, self._shares.factor(fraction, loss.mean.dtype))
+        if is_of_graph(loss.values):
+            register(share, ShareOf(tuple(filter(is_of_graph, loss.made_of))))
+        return share
 
     def scaled_penalty(self, value: Any) -> Any:
         """The sum of a model's penalties, and of what layers add, times n_r / N."""
@@ -110,11 +112,7 @@ class ReplicaLosses:
         if self._replicas == 1:
             return value  # the share is the whole
         subject = "the model's `compute_loss` returned"
-        standing = reported_standing(run, rank, value, subject)
-        if standing is Standing.LOCAL and seems_local(run, rank, value):
-            run.local_losses.add(trace_of(rank))
-        if is_mean_taken_by_hand(run, rank, value):
-            run.mean_losses.add(trace_of(rank))
+        reported_standing(run, rank, value, subject)
         factor = _report_factor(run, rank, value)
         return _product(value, self._shares.report_factor(factor, value.dtype))
 
@@ -169,11 +167,6 @@ def _report_factor(run: ReplicaRun, rank: Any, value: Any) -> Any:
 
 def _is_of_shares(shares: LossShares, values: Any) -> bool:
     """Whether the values that Keras averages are shares already."""
-    if not isinstance(values, tf.__internal__.EagerTensor):
-        # Usually no factor is near; a full walk would cover the forward pass.
-        near = itertools.islice(ancestors(values), MOST_NEAR) if shares else ()
-        if not any(map(shares.is_factor, near)):
-            return False
     standing = shares.standing_of(values)
     if standing is Standing.MIXED:
         raise ConfigurationError(

@@ -6,26 +6,19 @@ is not for a maximum, a running mean, or the value of the last batch.
 
 from __future__ import annotations
 
-import functools
-import itertools
 from collections.abc import Iterable
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from tfdp._private.names import own_copy
-from tfdp._private.step_ops import MAY_CALL, PYTHON
-from tfdp.tracing.assigned_terms import change_of, is_read_among, term_added_to
-from tfdp.tracing.dependencies import DependsOn, is_of_own_rows
-from tfdp.tracing.loss_shares import Standing, ancestors
-from tfdp.tracing.replica_invariance import graph_tensors, is_exchanged, outermost
-from tfdp.tracing.row_means import (
-    SELECTS,
-    is_no_mean_over_rows,
-    is_sum_over_rows,
-    rows_of,
-)
+from tfdp.lint.analysis import handle_of
+from tfdp.lint.op_kinds import is_extreme
+from tfdp.lint.terms import change_of, outermost
+from tfdp.lint.values import SAME, SCALED, Term, Value
+from tfdp.tracing.loss_shares import Standing
 from tfdp.tracing.run import ReplicaRun, trace_of
 
 MOVES_BY_ITSELF = "something that depends on its own value, such as a running mean"
@@ -35,36 +28,21 @@ REMEDY = (
     "add_variable(..., aggregation='only_first_replica'), and give it what is the same "
     "on all replicas, such as a value of tfdp.losses.all_rows(rows)"
 )
-# The most ops of a metric that are searched: behind them is the whole model.
-MOST_NEAR = 300
-# Their bodies are not searched.
-NOT_LOOKED_INTO = MAY_CALL | PYTHON
-TERMS_OF_SUMS = {"Add", "AddN", "AddV2", "Sub"}
-SUMS_IN_PLACE = {"TensorScatterAdd", "TensorScatterSub", "XlaDynamicUpdateSlice"}
-SAME_VALUE = {"Cast", "EnsureShape", "Identity", "Reshape"}
-EXTREMES = set("Max Maximum Min Minimum TensorScatterMax TensorScatterMin".split())
 
 
 def warn_if_rows_counted(run: ReplicaRun) -> None:
     """Warns of metric values that adding over replicas makes wrong."""
     if run.replicas == 1:
         return
-    handles: dict[int, set[int]] = {}
-    for rank, variable, _, _ in run.counted:
-        handles.setdefault(rank, set()).add(id(_handle(variable, rank)))
-    of_rank = functools.cache(functools.partial(rows_of, run))
-    for rank, variable, value, is_added in run.counted:
-        rows = of_rank(rank)
+    handles = {_handle(variable, rank) for rank, variable, _, _ in run.counted}
+    for rank, variable, tensor, is_added in run.counted:
         if id(variable) in run.checked_numbers:
             continue
-        if is_added:
-            what = _of_a_term(value, handles[rank], rows)
-        else:
-            what = _of_a_value(_handle(variable, rank), value, handles[rank], rows)
-        is_whole = what == NO_SUM and not is_of_own_rows(
-            run.batches, trace_of(rank), value
-        )
-        if what is not None and not is_whole:
+        value = run.analysis(rank).value(tensor)
+        own = _handle(variable, rank)
+        is_running = is_extreme(tensor.op)
+        what = _what_is_counted(value, own, handles, is_added, is_running)
+        if what is not None:
             name = variable.name.split(":")[0]
             run.state_suspicions.add(
                 f"what a metric counts in {name!r} is added up over the replicas, and "
@@ -85,7 +63,7 @@ def warn_if_steps_counted(
         metric = owners.get(id(variable))
         if metric is None or id(variable) in run.checked_numbers:
             continue
-        term = value if is_added else change_of(_handle(variable, rank), value)
+        term = value if is_added else change_of(_graph_handle(variable, rank), value)
         if term is None:
             continue
         step = tf.get_static_value(term)
@@ -97,80 +75,44 @@ def warn_if_steps_counted(
         run.state_suspicions.add(
             f"the metric {name!r} adds up a loss, and each of {run.replicas} "
             "replicas adds its share; and counts steps, and each adds one: its "
-            f"quotient is 1/{run.replicas} of the loss. Give the loss to a "
-            "keras.metrics.Mean, or make the metric's class one of its subclasses, "
-            "which passes the loss to super().update_state"
+            f"quotient is 1/{run.replicas} of the loss. Sum the loss first, "
+            'tf.distribute.get_replica_context().all_reduce("sum", loss); or, in a '
+            "model's train_step, give it to a keras.metrics.Mean, or to "
+            "super().update_state of a subclass of it"
         )
 
 
-def _handle(variable: object, rank: int) -> tf.Tensor | None:
+def _handle(variable: Any, rank: int) -> Any:
+    return handle_of(own_copy(variable, rank).handle)
+
+
+def _graph_handle(variable: Any, rank: int) -> tf.Tensor | None:
     return outermost(own_copy(variable, rank).handle)
 
 
-def _of_a_term(term: tf.Tensor, handles: set[int], rows: DependsOn) -> str | None:
-    """What the sum of `term` over steps looks like; None: a sum over rows."""
-    if _reads(term, handles):
-        return MOVES_BY_ITSELF
-    return NO_SUM if is_no_mean_over_rows(term, rows, may_be_sum=True) else None
-
-
-def _of_a_value(
-    handle: tf.Tensor | None, value: tf.Tensor, handles: set[int], rows: DependsOn
+def _what_is_counted(
+    value: Value, own: Any, handles: set[Any], is_added: bool, is_running: bool
 ) -> str | None:
-    """What a variable looks like that is assigned `value`; None: a sum over rows."""
-    todo = [value]
-    for one in graph_tensors(todo):
-        inputs = list(one.op.inputs)
-        constant = tf.get_static_value(one)
-        is_zero = constant is not None and not constant.any()
-        if is_read_among(handle, [one]) or is_zero:
-            continue
-        term = term_added_to(handle, one)
-        if one.op.type == "Sub" and is_read_among(handle, inputs[:1]):
-            term = inputs[1]
-        if term is not None:
-            what = _of_a_term(term, handles, rows)
-            if what is not None:
-                return what
-        elif one.op.type in SAME_VALUE:
-            todo += inputs[:1]
-        elif one.op.type in SELECTS:  # such as where a step is skipped
-            todo += inputs[1:]
-        elif one.op.type in NOT_LOOKED_INTO:
-            continue
-        elif one.op.type in EXTREMES and _reads(one, {id(handle)}):
-            return "a running maximum or minimum"
-        elif not _reads(one, {id(handle)}):
-            return "a value of the last batch, or one that is equal on all replicas"
-        elif one.op.type == "TensorScatterUpdate":
-            if not _reads(inputs[2], {id(handle)}):
-                return "values of the last batch"
-        elif one.op.type in TERMS_OF_SUMS:
-            held = [each for each in inputs if _reads(each, {id(handle)})]
-            if len(held) > 1:
-                return MOVES_BY_ITSELF
-            if held[0].op.type == "Mul":
-                # A decaying sum over rows adds up over the replicas, too.
-                others = [one for one in inputs if one is not held[0] and one in rows]
-                if not all(is_sum_over_rows(each, rows) for each in others):
-                    return "an average that forgets older batches"
-                continue
-            todo += held
-            for each in inputs:
-                what = None if each is held[0] else _of_a_term(each, handles, rows)
-                if what is not None:
-                    return what
-        elif one.op.type in SUMS_IN_PLACE:
-            continue
-        else:
-            return "something other than its old value plus a sum over rows"
-    return None
-
-
-def _reads(value: tf.Tensor, handles: set[int]) -> bool:
-    """Whether `value` depends on a variable of `handles`, within `MOST_NEAR` ops."""
-    near = itertools.islice(ancestors(value, is_behind=is_exchanged), MOST_NEAR)
-    return any(
-        one.op.type == "ReadVariableOp" and id(outermost(one.op.inputs[0])) in handles
-        for one in near
+    """What a variable looks like; None: a sum over rows, or unknown."""
+    reads = dict(value.reads)
+    if is_running and own in reads:
+        return "a running maximum or minimum"
+    if Term.UNKNOWN in value.terms or not value.terms:
+        return None
+    how = reads.pop(own, None)
+    if reads.keys() & handles or (is_added and how is not None):
+        return MOVES_BY_ITSELF
+    is_no_sum = value.is_local and value.terms & {Term.ROWS, Term.OTHER}
+    if is_added or how == SAME:
+        return NO_SUM if is_no_sum else None
+    if how is None:
+        return "a value of the last batch, or one that is equal on all replicas"
+    if how == SCALED:
+        # A decaying sum over rows adds up over the replicas, too.
+        others = value.terms - {Term.REPLICATED}
+        if others and others <= {Term.SUM, Term.COUNT}:
+            return None
+    return (
+        "something other than its old value plus a sum over rows, such as an average "
+        "that forgets older batches"
     )

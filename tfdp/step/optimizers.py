@@ -29,8 +29,9 @@ from tfdp._private.optimizer_hooks import (
     strategy_of,
     variables_built_with,
 )
-from tfdp._private.step_ops import DRAWS, operations_within
+from tfdp._private.step_ops import operations_within
 from tfdp.errors import ConfigurationError, ScopeError
+from tfdp.lint.op_kinds import draws
 from tfdp.seams.replace import Override, instance_attributes, instead
 from tfdp.sharding.optimizers import (
     check_own_hooks,
@@ -49,6 +50,7 @@ from tfdp.step.finite_guard import update_if_finite
 from tfdp.step.sums import agree_finite, largest_of_replicas, reduce_gradients
 from tfdp.step.table_rows import CLIPPING
 from tfdp.tracing.assigned_terms import as_tensors
+from tfdp.tracing.loss_checks import note_gradients
 from tfdp.tracing.run import ReplicaRun, call_before_step, current_run
 
 # What a loss scaler has besides the optimizer that it wraps.
@@ -137,6 +139,8 @@ def _apply(
     is_given_reduced = current_run() is None or run.is_updating
     if is_given_reduced:
         return original(gradients, trainable_variables)
+    gradients = list(gradients)
+    note_gradients(run, current_rank(), gradients, optimizer)
     if shards_of(optimizer) is not None:
         check_own_hooks(optimizer)
         for leaf in innermost_optimizers(optimizer):
@@ -351,7 +355,7 @@ def watch_draws(
         before = len(graph.get_operations())
         result = update(*args, **kwargs)
         made = operations_within(graph.get_operations()[before:])
-        if any(op.type in DRAWS for op in made):
+        if any(map(draws, made)):
             names = ", ".join(sorted({type(each).__name__ for each in optimizers}))
             run.state_suspicions.add(
                 f"the optimizer {names} draws random numbers with TensorFlow ops, "

@@ -7,22 +7,23 @@ metric, without an exchange in between.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfdp._private.names import SyncOnReadVariable, whole_of
-from tfdp._private.step_ops import CALLS, called_graph, names_called
+from tfdp._private.step_ops import names_called
 from tfdp.errors import CollectiveError
-from tfdp.tracing.loss_shares import ancestors, key_of
-from tfdp.tracing.replica_invariance import is_exchanged, outermost
+from tfdp.lint.op_kinds import is_conditional
 from tfdp.tracing.run import ReplicaRun
-from tfdp.variables.mirrored import SeedVariable
 
-CONDITIONALS = {"If", "StatelessIf", "Case", "StatelessCase"}
 # The number of rows is mostly equal on all replicas, and so are decisions by it.
-SHAPES = {"Rank", "Shape", "ShapeN", "Size"}
+REASONS = {
+    "metric": "by its own part of a metric",
+    "drawn": "by a number that it draws itself",
+    "rows": "by its own rows",
+    "rank": "by its rank",
+}
 
 
 def refuse_own_branches(
@@ -39,7 +40,7 @@ def refuse_own_branches(
         why = own_source_of(run, rank, condition)
         if why is not None:
             raise CollectiveError(_message(why))
-        decided_by.setdefault(rank, []).append(_differs_by_replica(rank, condition))
+        decided_by.setdefault(rank, []).append(_drawn(run, rank, condition))
     if len(set(map(tuple, decided_by.values()))) > 1:
         raise CollectiveError(_message("by its rank, or by a number that it draws"))
 
@@ -59,89 +60,18 @@ def _message(why: str) -> str:
 def _condition_of(branch: tf.Graph) -> tf.Tensor | None:
     """The condition of `branch`; None: it belongs to no conditional."""
     for op in branch.outer_graph.get_operations():
-        if op.type in CONDITIONALS and branch.name in names_called(op):
+        if is_conditional(op) and branch.name in names_called(op):
             return op.inputs[0]
     return None
 
 
 def own_source_of(run: ReplicaRun, rank: int, value: tf.Tensor) -> str | None:
     """Which data of its own a replica computes a value from; None: no such data."""
-    owners = {key_of(part): r for r in run.batches for part in _rows_of(run, r)}
-    found = set()
-    for tensor in _local_ancestors(value, owners):
-        found.add(owners.get(key_of(tensor)))
-        is_handle = tensor.op.type == "Placeholder" and tensor.dtype == tf.resource
-        variable = whole_of(outermost(tensor)) if is_handle else None
-        if isinstance(variable, SyncOnReadVariable):
-            return "by its own part of a metric"
-        is_drawn = isinstance(variable, SeedVariable)
-        if is_drawn or tensor.op.type == "RngReadAndSkip":
-            return "by a number that it draws itself"
-    # With other replicas' rows it is a sum, or was gathered, outside of replicas.
-    is_of_all = len(run.batches) > 1 and found >= set(run.batches)
-    return "by its own rows" if rank in found and not is_of_all else None
+    local = run.analysis(rank).value(value).local
+    return next((words for reason, words in REASONS.items() if reason in local), None)
 
 
-def _rows_of(run: ReplicaRun, trace: int) -> list[tf.Tensor]:
-    given = run.batches[trace]
-    if len(run.batches) > 1:
-        return given
-    # A single replica on its host gets rows as plain tensors, among other arguments
-    # that are equal on all.
-    rows = [part for part in given if part.shape[:1] == given[0].shape[:1]]
-    return [
-        part
-        for part in rows
-        if not isinstance(part, tf.__internal__.EagerTensor) and part.op.type != "Const"
-    ]
-
-
-def _differs_by_replica(rank: int, condition: tf.Tensor) -> tuple[Any, ...]:
-    """The constants and seeds in a condition: they differ if decisions may differ."""
-    found: list[Any] = []
-    for tensor in _local_ancestors(condition, ()):
-        op = tensor.op
-        if op.type == "Const" and tensor.shape.rank == 0:
-            found.append(repr(tf.get_static_value(tensor)))
-        elif op.type.startswith("Random") and op.op_def.is_stateful:
-            seeds = op.get_attr("seed"), op.get_attr("seed2")
-            found.append(seeds if any(seeds) else rank)  # without a seed it is random
-    return tuple(found)
-
-
-def _local_ancestors(value: tf.Tensor, batch: Collection[Any]) -> Iterator[tf.Tensor]:
-    """The ancestors of `value`, but for those behind exchanges and shapes."""
-
-    def is_found(tensor: tf.Tensor) -> bool:
-        is_known = key_of(tensor) in batch or tensor.dtype == tf.resource
-        return is_known or _is_argument(tensor)
-
-    def is_behind(tensor: tf.Tensor) -> bool:
-        return is_exchanged(tensor) or tensor.op.type in SHAPES
-
-    todo = [value]
-    while todo:
-        made_of = ancestors(todo.pop(), is_found=is_found, is_behind=is_behind)
-        for tensor in made_of:
-            yield tensor
-            if key_of(tensor) not in batch and _is_argument(tensor):
-                todo += _given_as(tensor)
-
-
-def _is_argument(tensor: tf.Tensor) -> bool:
-    """Whether `tensor` is an argument of a function with calls that may be visible."""
-    if tensor.op.type != "Placeholder" or not hasattr(tensor.graph, "captures"):
-        return False
-    return all(inner is not tensor for _, inner in tensor.graph.captures)
-
-
-def _given_as(argument: tf.Tensor) -> list[tf.Tensor]:
-    """The values for `argument` in the calls of its function within the step."""
-    graph = argument.graph
-    places = [i for i, own in enumerate(graph.inputs) if own is argument]
-    return [
-        op.inputs[place]
-        for op in graph.outer_graph.get_operations()
-        if op.type in CALLS and called_graph(op, "f") is graph
-        for place in places
-    ]
+def _drawn(run: ReplicaRun, rank: int, value: tf.Tensor) -> frozenset[str]:
+    """What else may differ by replica: its rank, and the seeds of random numbers."""
+    local = run.analysis(rank).value(value).local
+    return frozenset(one for one in local if one not in ("rows", "counts"))

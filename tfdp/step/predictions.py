@@ -15,6 +15,8 @@ import tensorflow as tf
 
 from tfdp._private.names import PerReplica
 from tfdp.errors import ConfigurationError
+from tfdp.lint.registry import is_of_graph
+from tfdp.lint.values import SELECTED, Term
 from tfdp.tracing.run import ReplicaRun, trace_of
 
 NO_ROWS = (
@@ -106,9 +108,16 @@ def _mark(value: tf.Tensor) -> tf.Tensor:
 
 
 def _has_rows(run: ReplicaRun, output: tf.Tensor) -> bool:
-    """Whether the first axis of the first replica's output may be that of its rows."""
+    """Whether the first axis of the first replica's output is that of its rows; where
+    that is unknown, whether it may be."""
     if not output.shape.rank:
         return False
+    if is_of_graph(output):
+        value = run.analysis(0).value(output)
+        if value.axes:
+            return value.axes == (0,) and value.each != SELECTED
+        if Term.REPLICATED in value.terms and not value.local:
+            return False  # of variables, or of all replicas
     batch = run.batches.get(trace_of(0), [])
     rows, length = batch[0].shape[0] if batch else None, output.shape[0]
     if length is None:

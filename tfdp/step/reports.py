@@ -20,17 +20,17 @@ import tensorflow as tf
 
 from tfdp._private.keras_models import metrics_of_layers, metrics_within, own_values
 from tfdp._private.names import DistributedVariable, current_rank
+from tfdp.lint.op_kinds import is_constant
+from tfdp.lint.registry import key_of
 from tfdp.seams.replace import Override, instead, replace_for_good
 from tfdp.step.local_run import SumOverHosts, summed_over_hosts
 from tfdp.tracing.assigned_terms import as_tensors
-from tfdp.tracing.loss_shares import Standing, key_of
-from tfdp.tracing.loss_suspicions import reported_standing
-from tfdp.tracing.row_means import (
-    of_values,
-    rows_of,
+from tfdp.tracing.loss_checks import (
+    reported_standing,
     warn_about_number,
     warn_about_returned,
 )
+from tfdp.tracing.loss_shares import Standing
 from tfdp.tracing.run import ReplicaRun, current_run, trace_of
 
 # The shape of a Keras loss of an empty replica in eager mode, where Keras does not
@@ -180,7 +180,7 @@ def _without_share(
     subject = f"the metric {metric.name!r} was given"
     standing = reported_standing(run, rank, number, subject)
     if standing is Standing.LOCAL:
-        warn_about_number(run, rank, metric, value, rows_of(run, rank), near=False)
+        warn_about_number(run, rank, metric, value)
     if standing is not Standing.SHARE:
         return value
     in_group = tf.cast(run.share_in_group(rank), value.dtype)
@@ -199,9 +199,7 @@ def _checking_numbers(update_state: Callable[..., Any]) -> Callable[..., Any]:
         if run is None or values is None:
             return update_state(metric, y_true, y_pred, sample_weight=sample_weight)
         if not values.shape.rank:
-            near = {key_of(one) for one in (y_true, y_pred) if tf.is_tensor(one)}
-            rows = of_values(near)
-            warn_about_number(run, current_rank(), metric, values, rows, near=True)
+            warn_about_number(run, current_rank(), metric, values)
         return keras.metrics.Mean.update_state(metric, values)
 
     return update
@@ -406,7 +404,7 @@ def derivation_of(
 
 def _is_repeatable(operation: tf.Operation) -> bool:
     """Whether it is a pure function of its inputs."""
-    if operation.type == "Const":
+    if is_constant(operation):
         return True
     attributes = operation.node_def.attr.values()
     calls = any(attribute.HasField("func") for attribute in attributes)

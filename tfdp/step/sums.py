@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -12,6 +12,8 @@ from keras.optimizers import Optimizer
 from tfdp._private.names import current_rank, graphs_inside, is_branch_graph
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.sparse import merge_rows
+from tfdp.lint.registry import is_of_graph, key_of
+from tfdp.lint.values import Term
 from tfdp.sharding.variables import ShardUpdatedVariable, shard_kind
 from tfdp.step.buffer_synchronization import store_state, weighted_state
 from tfdp.step.compression import (
@@ -23,11 +25,8 @@ from tfdp.step.compression import (
 )
 from tfdp.step.guard_notes import remember, scale_when_summed
 from tfdp.step.table_rows import as_requested, has_rows_once, sums_repeated_rows
-from tfdp.tracing.assigned_terms import handles_of, linear_sources
-from tfdp.tracing.loss_shares import ancestors, inputs_of, key_of
-from tfdp.tracing.loss_suspicions import note_local_gradients
-from tfdp.tracing.replica_invariance import is_exchanged, outermost
 from tfdp.tracing.run import ReplicaRun, current_run, trace_of
+from tfdp.tracing.state_checks import handles_of, linear_sources
 from tfdp.tracing.trace_order import describe_sum
 
 # The kinds of variables with gradients of the variable's shape.
@@ -68,13 +67,13 @@ def reduce_gradients(
     rank = current_rank()
     in_shards = [i for i, kind in enumerate(kinds) if kind not in WHOLE_GRADIENTS]
     refuse_own_scaling(run, rank, [gradients[i] for i in in_shards])
-    note_local_gradients(run, rank, [gradients[i] for i in whole], optimizer)
     state = run.take_local_state(rank)
     if run.is_of_one:
         state = []  # the replica's values are the means already
     elif not tf.executing_eagerly():
         # Gradients that a step has accumulated are parts of a sum, not means over rows.
-        run.own_sums |= linear_sources(gradients, handles_of(state, rank))
+        handles = handles_of(state, rank)
+        run.own_sums |= linear_sources(run, rank, gradients, handles)
         state = [variable for variable in state if id(variable) not in run.own_sums]
         state = _stored_in_this_branch(state, run, rank)
     shares = weighted_state(state, run, rank)
@@ -186,11 +185,6 @@ def largest_of_replicas(
     return [tf.cast(p, value.dtype) for p, value in zip(parts, values, strict=True)]
 
 
-ELEMENTWISE = {
-    *("AddN", "AddV2", "Cast", "ClipByValue", "EnsureShape", "Identity", "IdentityN"),
-    *("Maximum", "Minimum", "Mul", "Neg", "RealDiv", "SelectV2", "Sub"),
-}
-REDUCTIONS = set("All Any EuclideanNorm L2Loss Max Mean Min Prod Sum".split())
 WHAT_IT_IS = (
     'With shard="parameters" the gradient of a weight that is stored in shards is, in '
     "each replica, that replica's part of the sum over all replicas"
@@ -205,9 +199,9 @@ WHAT_TO_DO = (
 def depends_on_shards(run: ReplicaRun, rank: Any, value: Any) -> bool:
     """Whether `value`, in a graph, depends on gradients of sharded weights, and so not
     on the replica's own rows; exchanges excluded."""
-    shards = run.shard_gradients[trace_of(rank)]
-    is_of_graph = isinstance(value, tf.Tensor) and not tf.executing_eagerly()
-    return bool(shards) and is_of_graph and _is_among(shards, _behind(value, shards))
+    if not run.shard_gradients[trace_of(rank)] or not is_of_graph(value):
+        return False
+    return bool(run.analysis(rank).value(value).terms & {Term.SHARD, Term.SHARD_NUMBER})
 
 
 def refuse_sum_of_shards(run: ReplicaRun, rank: Any, values: Any) -> None:
@@ -216,7 +210,10 @@ def refuse_sum_of_shards(run: ReplicaRun, rank: Any, values: Any) -> None:
     if not shards:
         return
     for value in tf.nest.flatten(values, expand_composites=True):
-        if tf.is_tensor(value) and _is_among(shards, _terms(value, shards)):
+        is_part = tf.is_tensor(value) and key_of(value) in shards
+        if is_of_graph(value):
+            is_part = Term.SHARD in run.analysis(rank).value(value).terms
+        if is_part:
             raise ConfigurationError(
                 f"{WHAT_IT_IS} already: an all_reduce would add parts of different "
                 f"weights. Leave it out. {WHAT_TO_DO}"
@@ -225,48 +222,11 @@ def refuse_sum_of_shards(run: ReplicaRun, rank: Any, values: Any) -> None:
 
 def refuse_own_scaling(run: ReplicaRun, rank: Any, gradients: Iterable[Any]) -> None:
     """Refuses gradients of sharded weights that were scaled by one replica's parts."""
-    shards = run.shard_gradients[trace_of(rank)]
     for gradient in gradients:
-        for term in _terms(gradient, shards):
-            if _is_of_a_part(term, shards):
-                raise ConfigurationError(
-                    f"{WHAT_IT_IS}, and here it is scaled by a number computed from "
-                    f"one replica's parts. {WHAT_TO_DO}"
-                )
-
-
-def _terms(value: Any, shards: Collection[Any]) -> Iterator[tf.Tensor]:
-    todo, seen = [value], set()
-    while todo:
-        given = todo.pop()
-        tensor = given if key_of(given) in shards else outermost(given)
-        if tensor is None or key_of(tensor) in seen:
+        if not is_of_graph(gradient):
             continue
-        seen.add(key_of(tensor))
-        is_eager = isinstance(tensor, tf.__internal__.EagerTensor)
-        is_made_so = not is_eager and tensor.op.type in ELEMENTWISE
-        if key_of(tensor) in shards or not is_made_so or is_exchanged(tensor):
-            yield tensor
-        else:
-            todo += inputs_of(tensor)
-
-
-def _is_of_a_part(term: tf.Tensor, shards: Collection[Any]) -> bool:
-    if key_of(term) in shards or isinstance(term, tf.__internal__.EagerTensor):
-        return False
-    return any(
-        tensor.op.type in REDUCTIONS and _is_among(shards, _behind(tensor, shards))
-        for tensor in _behind(term, shards)
-    )
-
-
-def _behind(term: tf.Tensor, shards: Collection[Any]) -> Iterator[tf.Tensor]:
-    """All that `term` depends on, without exchanges except those that make `shards`."""
-    return ancestors(
-        term,
-        is_behind=lambda tensor: key_of(tensor) not in shards and is_exchanged(tensor),
-    )
-
-
-def _is_among(shards: Collection[Any], terms: Iterable[tf.Tensor]) -> bool:
-    return any(key_of(term) in shards for term in terms)
+        if Term.SHARD_NUMBER in run.analysis(rank).value(gradient).terms:
+            raise ConfigurationError(
+                f"{WHAT_IT_IS}, and here it is scaled by a number computed from "
+                f"one replica's parts. {WHAT_TO_DO}"
+            )

@@ -19,14 +19,14 @@ from keras.optimizers import Optimizer
 from tfdp._private.keras_models import layers_within
 from tfdp._private.names import in_compiled_function
 from tfdp._private.step_ops import (
-    MAY_CALL,
     given_to,
     graphs_called,
     is_compiled_by_xla,
     is_resource,
 )
 from tfdp.exchange.sparse import SMALL_TABLE_BYTES, merge_rows
-from tfdp.tracing.replica_invariance import outermost
+from tfdp.lint.op_kinds import gives_each_once, may_call
+from tfdp.lint.registry import is_of_graph
 
 INDEX_BYTES = 4  # Keras looks words up by int32
 
@@ -117,7 +117,7 @@ def _scattered(
     for op in ops:
         if op.type.startswith(SCATTERS):
             yield op.inputs[0]
-        elif op.type in MAY_CALL and not is_compiled_by_xla(op):
+        elif may_call(op) and not is_compiled_by_xla(op):
             for inner in graphs_called(op):
                 yield from _scattered_within(inner, op, known)
 
@@ -138,12 +138,6 @@ LINEAR_IN_ROWS = (keras.optimizers.SGD, keras.optimizers.Lion)
 # Set by tfdp's own optimizers that sum repeated rows first.
 ADDS_ROWS_ITSELF = "adds_repeated_rows"
 CLIPPING = ("clipnorm", "global_clipnorm", "clipvalue")
-# Ops that return each index once, and the index of that output.
-GIVE_EACH_ONCE = {
-    **dict.fromkeys(("Unique", "UniqueV2"), 0),
-    **{f"SparseSegment{kind}GradV2": 1 for kind in ("Mean", "SqrtN", "Sum")},
-}
-SAME_OR_FEWER = {"Cast", "Identity", "Reshape", "StridedSlice"}
 
 
 def sums_repeated_rows(optimizer: Optimizer) -> bool:
@@ -163,16 +157,10 @@ def sums_repeated_rows(optimizer: Optimizer) -> bool:
 def has_rows_once(gradient: Any) -> bool:
     """Whether one device's `gradient` has each row once (products with sparse
     matrices): then the replicas' rows are to be summed for every optimizer."""
-    if not isinstance(gradient, tf.IndexedSlices):
+    is_rows = isinstance(gradient, tf.IndexedSlices)
+    if not is_rows or not is_of_graph(gradient.indices):
         return False
-    tensor = outermost(gradient.indices)
-    while tensor is not None and not isinstance(tensor, tf.__internal__.EagerTensor):
-        if tensor.op.type in GIVE_EACH_ONCE:
-            return tensor.value_index == GIVE_EACH_ONCE[tensor.op.type]
-        if tensor.op.type not in SAME_OR_FEWER:
-            return False
-        tensor = outermost(tensor.op.inputs[0])
-    return False
+    return gives_each_once(gradient.indices)
 
 
 def as_requested(values: Sequence[Any]) -> list[Any]:

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -50,7 +51,6 @@ from tfdp.strategies.scope import adopt_state
 from tfdp.strategies.startup_checks import IdleOptions
 from tfdp.strategies.unused import note_used
 from tfdp.tracing import keras_steps
-from tfdp.tracing.loss_suspicions import why_loss_seems_local
 from tfdp.tracing.padded_batch import without_padding
 from tfdp.tracing.run import ReplicaRun
 from tfdp.tracing.trace_order import describe_sum, one_trace
@@ -140,6 +140,8 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
     @property
     def num_replicas_in_sync(self) -> int:
         """The number of replicas on all hosts."""
+        if not tf.distribute.in_cross_replica_context():
+            self.extended.current_run.scales_by_hand = True  # for `tfdp.lint` only
         return self._replicas
 
     @property
@@ -196,8 +198,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
             result = reduce_logs(
                 result, run, noted, self.experimental_local_results, over_hosts
             )
-        if call.optimizers or call.model is not None:
-            self._warn_of_local_mean(call.model, call.fn, run)
+        self._warn_of_local_mean(call.model, call.fn, run)
         is_joined = call.is_prediction and self._replicas > 1
         if not is_joined or self.compiles_steps or run.counts is None:
             result = call.own_rows_of(result)
@@ -337,26 +338,27 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         """Adds other hosts' rows, after the replicas ran."""
         return result
 
-    def _warn_of_local_mean(self, model: Any, step: Callable, run: ReplicaRun) -> None:
-        for category, clauses in (
+    def _warn_of_local_mean(self, model: Any, step: Any, run: ReplicaRun) -> None:
+        is_model = isinstance(model, keras.Model)
+        name = model.name if is_model else None
+        fn = model if model is not None else getattr(step, "__func__", step)
+        where = "In a step" if name is None else f"In a step of model {name!r}"
+        for category, sentences in (
             (LocalMeanWarning, run.suspicions),
             (LocalStateWarning, run.state_suspicions),
         ):
-            for clause in sorted(clauses):
-                message = f"In a step of model {model.name!r} {clause}."
-                warnings.warn(message, category, stacklevel=4)
-        why = why_loss_seems_local(model, step, run)
-        if why is None:
-            return
-        warnings.warn(
-            f"The loss of model {model.name!r} was not scaled to its share of the "
-            f"global batch: {why}. The replicas' gradients are added, so a mean over "
-            f"the local batch makes each update {run.replicas} times too large. If it "
-            "is such a mean, take the gradient of tfdp.losses.local_mean(loss); if it "
-            "is a sum, or divided by the global batch, of tfdp.losses.local_sum(loss).",
-            LocalMeanWarning,
-            stacklevel=4,
-        )
+            for sentence in sentences:
+                if name is None:  # a loop's function is traced twice, as a rule
+                    told = self._told.setdefault(fn, set())
+                    if sentence in told:
+                        continue
+                    told.add(sentence)
+                warnings.warn(f"{where} {sentence}.", category, stacklevel=4)
+
+    @functools.cached_property
+    def _told(self) -> weakref.WeakKeyDictionary[Any, set[str]]:
+        """By the function of a loop: what was warned of."""
+        return weakref.WeakKeyDictionary()
 
     def _sum_scalar(self, value: tf.Tensor, rank: Any) -> tf.Tensor:
         context, run = tf.distribute.get_replica_context(), self.extended.current_run

@@ -12,6 +12,7 @@ import tensorflow as tf
 from tfdp.errors import UncheckedVersionWarning
 from tfdp.seams.losses import replace_loss_functions
 from tfdp.seams.table import CHECKED_VERSIONS, check_seams
+from tfdp.tracing.statements import register_results
 
 
 def check_versions() -> None:
@@ -19,6 +20,7 @@ def check_versions() -> None:
     that are replaced for good, and warns, once, of other minor versions."""
     check_seams()
     replace_loss_functions()
+    register_results()
     warn_of_other_versions()
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfdp._private.names import graphs_inside, is_recording
-from tfdp.tracing.row_means import rows_of
+from tfdp.lint.masks import MaskNumbers
 from tfdp.tracing.run import ReplicaRun, trace_of
 
 
@@ -24,10 +24,6 @@ class Kind(enum.Enum):
     COUNTED = "the number of values that are not one for each row"
 
 
-# Ops that keep the values of their first input, as far as masks are concerned.
-SAME = {"All", "Cast", "EnsureShape", "ExpandDims", "Identity", "Reshape", "Squeeze"}
-JOINED = {"ConcatV2", "LogicalAnd", "LogicalOr", "Pack"}
-COMPARED = {"Equal", "Greater", "GreaterEqual", "Less", "LessEqual", "NotEqual"}
 _ADDED_UP = (
     "batches are added up to one update (accumulate_steps, or sync with start_step): "
 )
@@ -45,8 +41,6 @@ _BESIDE_SUM = (
     "those of its parts, a mean or a penalty is not, so that the update is not that "
     "of one large batch. Use means over rows for all losses"
 )
-# The depth of a mask that layers have passed on; deeper ones count as different.
-MOST_OPS = 24
 
 
 class Denominator(NamedTuple):
@@ -82,7 +76,7 @@ def batch_weight(run: ReplicaRun, rank: Any) -> tf.Tensor | None:
             run.suspicions.add(_BESIDE_SUM)
         if not means:
             return None
-    number_of = _MaskNumbers()
+    number_of = MaskNumbers()
     if len({number_of(each.of) for each in means}) > 1:
         run.suspicions.add(_UNLIKE)
     totals = [each.total for each in means if each.total is not None]
@@ -101,7 +95,7 @@ def _made_out(noted: Denominator, run: ReplicaRun, rank: Any) -> Denominator:
     if noted.of is not Kind.COUNTED:
         return noted
     is_eager = isinstance(noted.values, tf.__internal__.EagerTensor)
-    is_of_rows = is_eager or noted.values in rows_of(run, rank)
+    is_of_rows = is_eager or run.analysis(rank).value(noted.values).is_local
     return Denominator(noted.total, noted.total if is_of_rows else None)
 
 
@@ -110,38 +104,3 @@ def _is_near(tensor: tf.Tensor) -> bool:
     if isinstance(tensor, tf.__internal__.EagerTensor):
         return True
     return any(tensor.graph is graph for graph in graphs_inside(None))
-
-
-class _MaskNumbers:
-    """Numbers masks, or weights; equal, recomputed or cast ones get the same number."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[Any, int] = {}
-        self._known: dict[int, int] = {}
-
-    def __call__(self, of: Any, depth: int = MOST_OPS) -> int:
-        if id(of) not in self._known:
-            self._known[id(of)] = self._number_of(of, depth)
-        return self._known[id(of)]
-
-    def _number_of(self, of: Any, depth: int) -> int:
-        is_graph = isinstance(of, tf.Tensor)
-        if not is_graph or isinstance(of, tf.__internal__.EagerTensor) or not depth:
-            return self._numbered(id(of))
-        op = of.op
-        if op.type == "Const":
-            return self._numbered(tf.get_static_value(of).tobytes())
-        if op.type not in SAME | JOINED | COMPARED:
-            return self._numbered(id(of))
-        parts = [self(part, depth - 1) for part in op.inputs]
-        if op.type in SAME:
-            return parts[0]
-        if op.type in JOINED:
-            # Merging layers keep the union or the intersection of their inputs' masks.
-            parts = parts[:-1] if op.type == "ConcatV2" else parts
-            if len(set(parts)) == 1:
-                return parts[0]
-        return self._numbered((op.type, *parts))
-
-    def _numbered(self, key: Any) -> int:
-        return self._numbers.setdefault(key, len(self._numbers))

@@ -31,9 +31,9 @@ from tfdp._private.step_ops import (
     unordered,
 )
 from tfdp.errors import CollectiveError
-from tfdp.tracing.dependencies import is_of_own_rows
-from tfdp.tracing.loss_shares import ancestors
-from tfdp.tracing.replica_invariance import is_exchanged, outermost
+from tfdp.lint.analysis import handle_of
+from tfdp.lint.op_kinds import adds_to_variable, assigns, is_extreme
+from tfdp.lint.terms import outermost
 from tfdp.tracing.run import ReplicaRun
 
 Ops: TypeAlias = Sequence[tf.Operation]
@@ -373,10 +373,6 @@ class ReplicaPlaces:
         }
 
 
-ADDITIONS = ("AssignAddVariableOp", "AssignSubVariableOp")
-EXTREMES = ("Maximum", "Minimum")
-
-
 def warn_about_shared(run: ReplicaRun, shared: Mapping[Any, Ops]) -> None:
     """Warns of variables made outside of the scope, which each replica updates."""
     for handle, group in shared.items():
@@ -394,21 +390,20 @@ def warn_about_shared(run: ReplicaRun, shared: Mapping[Any, Ops]) -> None:
 
 
 def _problem_of(run: ReplicaRun, op: tf.Operation) -> str | None:
-    if op.type in ADDITIONS:
+    if adds_to_variable(op):
         # The replicas' sums over rows add up correctly; a count of steps does not.
         step = tf.get_static_value(op.inputs[1])
         is_count = step is not None and step.shape == () and abs(step) == 1
         return f"is counted up by each of {run.replicas} replicas" if is_count else None
-    if op.type != "AssignVariableOp":
+    if not assigns(op) or len(op.inputs) != 2:
         return None
     handle, value = op.inputs
-    if value.op.type in EXTREMES:
+    if is_extreme(value.op):
         return None  # idempotent
-    if any(
-        one.op.type == "ReadVariableOp" and one.op.inputs[0] is handle
-        for one in ancestors(value, is_behind=is_exchanged)
-    ):
+    found = [run.analysis(trace).value(value) for trace in run.batches or (0,)]
+    own = handle_of(handle)
+    if any(own == read for each in found for read, _ in each.reads):
         return f"is assigned by each of {run.replicas} replicas from its previous value"
-    if any(is_of_own_rows(run.batches, trace, value) for trace in run.batches):
+    if any(each.is_local for each in found):
         return "keeps the last replica's value of its own rows"
     return None

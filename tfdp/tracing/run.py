@@ -13,6 +13,10 @@ import tensorflow as tf
 
 from tfdp._private.names import current_rank, in_compiled_function
 from tfdp.exchange.engine import current_exchange_name
+from tfdp.lint.analysis import Analysis
+from tfdp.lint.findings import Findings
+from tfdp.lint.registry import key_of
+from tfdp.lint.values import PART_OF_ROWS, ROW_SOURCE, Value
 from tfdp.tracing.loss_shares import LossShares
 from tfdp.tracing.padded_batch import Padding
 from tfdp.tracing.trace_order import EagerOrder
@@ -42,26 +46,26 @@ class ReplicaRun:
     is_of_one: bool = False
     #: Traces whose loss was scaled to its share of the global one.
     scaled_losses: set[int] = field(default_factory=set)
-    #: Names of optimizers that got gradients of an unscaled loss.
-    local_optimizers: set[str] = field(default_factory=set)
-    #: Traces whose loss is a mean over rows that the program took itself.
-    mean_losses: set[int] = field(default_factory=set)
-    #: Traces whose loss depends on own rows, is no share, and is not a plain sum.
-    local_losses: set[int] = field(default_factory=set)
+    #: By trace: the values of its tensors.
+    analyses: dict[int, Analysis] = field(default_factory=dict)
+    #: The values of gradients that optimizers got, with the names of these.
+    applied: dict[Value, str] = field(default_factory=dict)
+    #: Whether the program reads the number of replicas in a replica, to scale by it.
+    scales_by_hand: bool = False
     #: By trace: which numbers are shares of the global loss.
-    shares: dict[int, LossShares] = field(
-        default_factory=lambda: collections.defaultdict(LossShares)
-    )
+    shares: dict[int, LossShares] = field(default_factory=dict)
     #: Traces that added losses of layers (penalties, `add_loss`) to the model's.
     added_losses: set[int] = field(default_factory=set)
+    #: The tensors that ragged and sparse parts of the batch consist of.
+    sparse_parts: list[tf.Tensor] = field(default_factory=list)
     #: Whether the replicas were given any tensor.
     has_tensors: bool = False
     #: By trace: the tensors of the replica's batch.
     batches: dict[int, list[tf.Tensor]] = field(default_factory=dict)
-    #: Clauses for a warning: why a loss may be a mean over the local batch only.
-    suspicions: set[str] = field(default_factory=set)
-    #: The same for stored state: why it may not be a mean over rows.
-    state_suspicions: set[str] = field(default_factory=set)
+    #: Why a loss may be that of the local batch only, for a warning.
+    suspicions: Findings = field(default_factory=Findings)
+    #: Why stored state may not be a mean over rows.
+    state_suspicions: Findings = field(default_factory=Findings)
     #: By trace: mirrored float variables that the replica assigned independently.
     local_state: dict[int, dict[int, Any]] = field(default_factory=dict)
     #: Those assignments in graphs: rank, variable, value.
@@ -122,6 +126,25 @@ class ReplicaRun:
     guard: Any = None
     #: Probes that record the norms of gradients (`tfdp.step.observers`).
     probes: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.shares = _SharesByTrace(self)
+
+    def analysis(self, rank: Any) -> Analysis:
+        """The analysis of the graph in which `rank` is traced."""
+        trace = trace_of(rank)
+        if trace not in self.analyses:
+            batch = self.batches.get(trace, [])
+            if self.replicas == 1:
+                # Its rows are plain tensors among other arguments.
+                batch = [b for b in batch if b.shape[:1] == batch[0].shape[:1]]
+            sources = {
+                key_of(part): ROW_SOURCE for part in batch if part.shape.rank != 0
+            }
+            sources |= {key_of(part): PART_OF_ROWS for part in self.sparse_parts}
+            rows = batch[0].shape[0] if batch and batch[0].shape.rank else None
+            self.analyses[trace] = Analysis(sources, rows)
+        return self.analyses[trace]
 
     @property
     def is_local(self) -> bool:
@@ -328,6 +351,15 @@ class ReplicaRun:
     def stored_graphs(self, rank: Any) -> dict[int, Any]:
         """By the ids of variables: the graph in which the replica stored them last."""
         return {id(v): value.graph for by, v, value in self.stored if by == rank}
+
+
+class _SharesByTrace(dict[int, LossShares]):
+    def __init__(self, run: ReplicaRun) -> None:
+        self._run = run
+
+    def __missing__(self, trace: int) -> LossShares:
+        self[trace] = LossShares(lambda tensor: self._run.analysis(trace).value(tensor))
+        return self[trace]
 
 
 def current_run() -> tuple[ReplicaRun, int] | None:

@@ -16,6 +16,13 @@ def sample_counts(arguments: Any, replicas: int) -> ReplicaRun:
     the first tensor that differs between replicas."""
     run, leaves = ReplicaRun(replicas), tf.nest.flatten(arguments)
     run.has_tensors = any(map(tf.is_tensor, leaves))
+    run.sparse_parts = [
+        part
+        for leaf in leaves
+        for value in (leaf.values if isinstance(leaf, PerReplica) else (leaf,))
+        if isinstance(value, (tf.RaggedTensor, tf.SparseTensor))
+        for part in tf.nest.flatten(value, expand_composites=True)
+    ]
     if replicas == 1:
         # TensorFlow does not wrap the parts of a single replica.
         parts = [one for one in leaves if tf.is_tensor(one) and one.shape.rank]

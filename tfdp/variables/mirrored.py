@@ -13,9 +13,8 @@ from tfdp._private import names
 from tfdp._private.keras_calls import number_added_by_keras
 from tfdp._private.variable_hooks import checkpoint_unless_hooked
 from tfdp.errors import CheckpointWarning, ConfigurationError
-from tfdp.tracing.assigned_terms import change_of, term_added_to
-from tfdp.tracing.dependencies import is_of_own_rows
-from tfdp.tracing.replica_invariance import is_same_on_every_replica, outermost
+from tfdp.lint.terms import change_of, outermost, term_added_to
+from tfdp.tracing.state_checks import is_of_own_rows, is_same_on_every_replica
 from tfdp.variables.local_view import LocalView, in_replica_of
 
 # Outside replicas, state that replicas store independently reads as its mean (in files
@@ -147,7 +146,10 @@ class ReplicaMirroredVariable(PythonValue, HandleOfReplica, OwnMeans, LocalView)
         first_only = tf.VariableAggregation.ONLY_FIRST_REPLICA
         if self.aggregation == first_only and not tf.executing_eagerly():
             component = self._get_replica(rank)
-            if tf.is_tensor(value) and not is_same_on_every_replica(value, component):
+            is_same = not tf.is_tensor(value) or is_same_on_every_replica(
+                run, rank, value, component
+            )
+            if not is_same:
                 value = self._of_first_replica(value, rank)
             return update_fn(component, value, **kwargs)
         if tf.executing_eagerly() and self.aggregation != tf.VariableAggregation.NONE:
@@ -199,7 +201,7 @@ class ReplicaMirroredVariable(PythonValue, HandleOfReplica, OwnMeans, LocalView)
             return value
         component = self._get_replica(rank)
         added = term_added_to(outermost(component.handle), value)
-        if added is None or not is_of_own_rows(run.batches, rank, added):
+        if added is None or not is_of_own_rows(run, rank, added):
             return value
         return component.read_value() + run.own_part(rank, added)
 
@@ -266,11 +268,15 @@ def _is_replicated(value: Any, variable: ReplicaMirroredVariable, rank: Any) -> 
         return not tf.is_tensor(value)
     if isinstance(value, tf.__internal__.EagerTensor):
         return False
-    return is_same_on_every_replica(value, names.own_copy(variable, rank))
+    run = variable.distribute_strategy.extended.current_run
+    return is_same_on_every_replica(run, rank, value, names.own_copy(variable, rank))
 
 
 class ReplicaOnReadVariable(PythonValue, HandleOfReplica, names.SyncOnReadVariable):
     """The sums of a metric; a dummy row adds nothing to them."""
+
+    #: What `tfdp.lint` says of a replica's value.
+    differs_by_replica = "metric"
 
     def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
         return super().assign(self._own_or(self._get, value), *args, **kwargs)
@@ -310,6 +316,8 @@ class SeedVariable(ReplicaMirroredVariable):
     one device would, and so do all replicas where an optimizer draws (Langevin
     dynamics): their updates of one weight must be equal.
     """
+
+    differs_by_replica = "drawn"
 
     def own_offset(self) -> tf.Tensor | None:
         """What this replica adds to the stored state, or None."""

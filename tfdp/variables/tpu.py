@@ -20,7 +20,7 @@ from tfdp._private.tpu_names import (
     read_stored,
 )
 from tfdp.errors import CollectiveError
-from tfdp.tracing.replica_invariance import is_same_on_every_replica
+from tfdp.tracing.state_checks import is_same_on_every_replica
 from tfdp.variables.mirrored import OwnMeans, PythonValue, seed_offset
 from tfdp.variables.own_values import OwnSums
 
@@ -128,7 +128,8 @@ class TPUReplicaVariable(PythonValue, OwnMeans, AssignedInReplica, TPUMirroredVa
                 self.note_own()
             return value
         if self.aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA:
-            if is_same_on_every_replica(value, self):
+            run, rank = extended.current_run, current_rank()
+            if is_same_on_every_replica(run, rank, value, self):
                 return value
             return extended.reducer.broadcast(value, current_rank())
         mean = self.aggregation == tf.VariableAggregation.MEAN

@@ -1,0 +1,148 @@
+"""Sentences about what the analysis found, each with its cure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from tfdp.lint.values import (
+    CHOSEN,
+    JOINED,
+    LOCAL_TERMS,
+    NORMALIZED,
+    NOT_LINEAR,
+    PAIRED,
+    Crossing,
+    Term,
+    Value,
+)
+
+ALL_ROWS = (
+    "Compute it from the rows of all replicas, tfdp.losses.all_rows(x), and scale the "
+    "loss to its share, tfdp.losses.local_mean(loss)"
+)
+_CROSSINGS = {
+    PAIRED: (
+        "rows are paired with all rows of their batch (in {op!r}), as in contrastive "
+        "losses, and a replica has its own rows only: each is paired with fewer others "
+        "than on one device. Pair them with the rows of all replicas, "
+        "tfdp.losses.all_rows(x), and scale the loss of all pairs to its share, "
+        "tfdp.losses.local_mean(loss)"
+    ),
+    JOINED: (
+        "rows are joined with other rows of their batch (in {op!r}), and a replica has "
+        f"its own rows only. {ALL_ROWS}"
+    ),
+    CHOSEN: (
+        "rows are chosen, sorted or numbered by a look at all rows of the batch (in "
+        f"{{op!r}}), and a replica has its own rows only. {ALL_ROWS}"
+    ),
+    NORMALIZED: (
+        "a number of all rows of the batch (in {op!r}), such as their mean, a softmax "
+        "over them or a count of positives, enters the loss of each, and a replica "
+        "computes it from its own rows only. Sum it over the replicas first, "
+        'tf.distribute.get_replica_context().all_reduce("sum", number), or compute it '
+        "from tfdp.losses.all_rows(x)"
+    ),
+    NOT_LINEAR: (
+        "a root, product, quotient or maximum is taken of a mean or a sum over rows "
+        "(in {op!r}), and the replicas' results cannot be combined to that of all "
+        f"rows. {ALL_ROWS}"
+    ),
+}
+NO_MEAN = (
+    "which is not a mean over them, such as a root, a quotient of sums, a sum or a "
+    "maximum. Each replica computes that of its own rows, their mean is reported, and "
+    "one device reports another number. Give a metric one number for each row; or "
+    "keep sums over rows in it and compute the rest in its result(); or gather the "
+    "rows of all replicas first, tfdp.losses.all_rows(y); of a sum return "
+    "tfdp.losses.local_sum(x)"
+)
+
+
+class Findings:
+    """Sentences, of each kind the first only: one fault has several symptoms."""
+
+    def __init__(self) -> None:
+        self._by_kind: dict[str, str] = {}
+
+    def add(self, sentence: str, kind: str = "") -> None:
+        self._by_kind.setdefault(kind or sentence, sentence)
+
+    def has(self, kind: str) -> bool:
+        return kind in self._by_kind
+
+    def drop(self, kind: str) -> None:
+        self._by_kind.pop(kind, None)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._by_kind.values()))
+
+    def __bool__(self) -> bool:
+        return bool(self._by_kind)
+
+
+def crossing_of(crossings: Iterable[Crossing]) -> str | None:
+    """The sentence about rows that depend on each other; None: they do not."""
+    order = list(_CROSSINGS)
+    ranked = sorted(crossings, key=lambda one: (order.index(one.kind), one.op))
+    if not ranked:
+        return None
+    return _CROSSINGS[ranked[0].kind].format(op=ranked[0].op)
+
+
+def is_no_mean(value: Value) -> bool:
+    """Whether a number depends on rows, and surely not as a mean over them."""
+    if Term.UNKNOWN in value.terms:
+        return False
+    if value.terms & {Term.SUM, Term.OTHER} or value.terms == {Term.COUNT}:
+        return True
+    return Term.ROWS in value.terms or bool(value.cross and value.terms & LOCAL_TERMS)
+
+
+def change_of_gradients(gradient: Value, *, scales_by_hand: bool) -> str | None:
+    """How a program changed a gradient before `apply`, if not linearly."""
+    is_sum = gradient.of_all and not gradient.is_local and gradient.target is None
+    if is_sum and not scales_by_hand:
+        return (
+            "gradients that an optimizer got were summed over the replicas already "
+            "(all_reduce), and apply sums them again: each update is as many times too "
+            "large as there are replicas. Give apply each replica's own gradients; a "
+            "number computed from the sums, such as their norm, may scale them"
+        )
+    if gradient.target is None:
+        return None
+    extra = gradient.terms - gradient.target.terms
+    if extra & {Term.MIXED, Term.OTHER}:
+        return (
+            "gradients were changed before apply by a function of their own values, "
+            "such as clipping by a norm, and a replica has a part of their sum only. "
+            "Let the optimizer do it, which gets the sum (clipnorm, global_clipnorm, "
+            "clipvalue), or compute the factor, and nothing else, from "
+            'tf.distribute.get_replica_context().all_reduce("sum", gradients)'
+        )
+    if extra & {Term.REPLICATED, Term.CONSTANT} and not scales_by_hand:
+        return (
+            "something that is no gradient, such as weight decay or noise, was added "
+            "to gradients before apply. The replicas' gradients are summed, so it "
+            "counts once for each replica. Let the optimizer do it (weight_decay), or "
+            "divide it by strategy.num_replicas_in_sync in the step"
+        )
+    return None
+
+
+def unscaled_part(loss: Value, *, scales_by_hand: bool) -> str | None:
+    """Why the gradient of a number is not that of the whole batch; None: it is."""
+    if scales_by_hand or loss.terms & {Term.UNKNOWN, Term.MIXED}:
+        return None
+    is_drawn = any(one.startswith("drawn") for one in loss.local)
+    if Term.MEAN in loss.terms:
+        return "it is a mean over the replica's rows"
+    if loss.terms & {Term.OTHER, Term.ROWS}:
+        return "it is a function of the replica's rows that is no sum over them"
+    if Term.REPLICATED in loss.terms:
+        if loss.of_all:
+            return "it is computed from the rows of all replicas, on each of them"
+        if is_drawn:
+            return "it is a mean over values that each replica draws itself"
+        return "a part of it, such as a penalty on weights, is the same on all replicas"
+    return None

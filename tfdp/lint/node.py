@@ -1,0 +1,89 @@
+"""An op with the values of its inputs, as rules of `tfdp.lint` take it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp.lint.values import Value
+
+COUNTS = frozenset({"counts"})
+COUNTS_OR_ROWS = frozenset({"counts", "rows"})
+FOLDS: dict[str, Callable[..., Any]] = {
+    "AddV2": np.add,
+    "Cast": np.array,
+    "ConcatV2": lambda *parts: np.concatenate(parts[:-1], int(parts[-1])),
+    "FloorMod": np.mod,
+    "Identity": np.array,
+    "Pack": lambda *parts: np.stack(parts),
+    "Range": np.arange,
+    "Sub": np.subtract,
+}
+
+
+class Node:
+    """An op with the values of its inputs; `rows` is their static number, or None."""
+
+    def __init__(self, op: tf.Operation, values: Sequence[Value], rows: int | None):
+        self.op, self.values, self.rows = op, values, rows
+
+    def static(self, place: int) -> Any:
+        return folded(self.op.inputs[place])
+
+    def shape(self, place: int) -> tf.TensorShape:
+        return self.op.inputs[place].shape
+
+    def rank(self, place: int) -> int | None:
+        return self.op.inputs[place].shape.rank
+
+    @property
+    def out(self) -> tf.TensorShape:
+        return self.op.outputs[0].shape
+
+    def attribute(self, name: str) -> Any:
+        return self.op.get_attr(name)
+
+    def spread(self, *places: int) -> list[Value] | None:
+        """The inputs with the axes of the broadcast result; None: an unknown rank."""
+        found = []
+        for place in places or range(len(self.values)):
+            value = self.values[place]
+            if value.axes:
+                rank = self.rank(place)
+                if rank is None or self.out.rank is None:
+                    return None
+                shift = self.out.rank - rank
+                value = value.but(axes=tuple(axis + shift for axis in value.axes))
+            found.append(value)
+        return found
+
+
+def folded(tensor: tf.Tensor) -> Any:
+    """The value of a tensor that depends on constants only, or None."""
+    found = tf.get_static_value(tensor)
+    if found is not None:
+        return found
+    if tensor.op.type == "StridedSlice" and tensor.shape.rank == 0:  # of a shape
+        entries, place = folded(tensor.op.inputs[0]), folded(tensor.op.inputs[1])
+        is_known = entries is not None and place is not None and np.ndim(entries) == 1
+        return entries[place[0]] if is_known else None
+    if tensor.op.type not in FOLDS:
+        return None
+    parts = [folded(part) for part in tensor.op.inputs]
+    if any(part is None for part in parts):
+        return None
+    return FOLDS[tensor.op.type](*parts)
+
+
+def static_axes(node: Node, place: int, rank: int | None) -> set[int] | None:
+    """The static axes that an input names; None: unknown."""
+    axes = node.static(place)
+    if axes is None or rank is None:
+        return None
+    return {int(axis) % rank for axis in np.reshape(axes, -1)} if rank else set()
+
+
+Rule = Callable[[Node], "Value | list[Value]"]

@@ -1,0 +1,351 @@
+"""What a run does with the analysis of losses: decisions, refusals and findings."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp._private.keras_models import given_losses
+from tfdp._private.names import graphs_inside, in_compiled_function, is_loop_graph
+from tfdp.errors import ConfigurationError
+from tfdp.lint.findings import (
+    NO_MEAN,
+    change_of_gradients,
+    crossing_of,
+    is_no_mean,
+    unscaled_part,
+)
+from tfdp.lint.registry import is_of_graph
+from tfdp.lint.values import FIXED, Term, Value
+from tfdp.tracing.keras_steps import is_stock_step, name_of_step
+from tfdp.tracing.loss_shares import LossShares, Standing, standing_of
+from tfdp.tracing.run import ReplicaRun, trace_of
+
+MIXED = (
+    "{subject} a loss with one part that is the replica's share of the global loss (a "
+    "Keras loss took its mean) and another part that is not, such as a mean taken by "
+    "hand, a penalty on weights, or sum(self.losses). If gradients are taken of it, "
+    "that part counts once for each replica: scale it with "
+    "tfdp.losses.local_mean(...), or, if it is a sum over rows, "
+    "tfdp.losses.local_sum(...)"
+)
+
+
+def is_share(shares: LossShares, loss: Any, caller: str) -> bool:
+    """Whether `loss` is this replica's share of the global loss; ConfigurationError if
+    one part of it is and another is not."""
+    standing = shares.standing_of(loss)
+    if standing is Standing.MIXED:
+        raise ConfigurationError(
+            f"{caller} was given a loss with one part that is this replica's share of "
+            "the global loss already (a Keras loss took its mean, or local_mean or "
+            "local_sum was called), and another part is not, or that is not a plain "
+            "sum of such parts. Call tfdp.losses.local_mean(...) on the other part "
+            "alone, and add the Keras loss to its result."
+        )
+    return standing is Standing.SHARE
+
+
+def has_entry_per_row(run: ReplicaRun, rank: Any, values: tf.Tensor) -> bool:
+    """Whether `values` has one entry per row of the batch, times a constant.
+
+    All replicas return the same; if False, they exchange the numbers of values.
+
+    Raises:
+      ConfigurationError: when it is False and they cannot exchange them.
+    """
+    if not isinstance(rank, int) or in_compiled_function():
+        return True  # one program of fixed shapes for all replicas
+    eager = not is_of_graph(values)
+    if not eager:
+        value = run.analysis(rank).value(values)
+        is_of_rows = value.axes == (0,) and value.each == FIXED
+        if is_of_rows and values.shape[1:].is_fully_defined():
+            return True
+        # Not loops around the run: steps_per_execution makes one.
+        run_graph = tf.distribute.get_strategy().extended.reducer.run_graph
+        if any(map(is_loop_graph, graphs_inside(run_graph))):
+            run.suspicions.add(
+                "within a tf.while_loop a Keras loss was weighted by the rows of the "
+                "batch, because there replicas cannot exchange the number of losses "
+                "they took a mean of. Take such losses outside of the loop, or scale "
+                "them to their share with tfdp.losses.local_sum"
+            )
+            return True
+    if run.counts is None and run.has_tensors:
+        return True  # every replica was given the same
+    some_are_empty = any(isinstance(n, int) and n == 0 for n in run.counts or ())
+    may_be_alone = some_are_empty or (eager and run.spans_hosts)
+    if values.shape.rank == 1 and may_be_alone and not run.adds_dummy_rows:
+        # Keras skips the loss of a replica without rows: an exchange would hang.
+        if values.shape[0] == run.count_of(rank):
+            return True
+        raise ConfigurationError(
+            f"A Keras loss took the mean of {values.shape[0]} losses on a replica that "
+            f"has {run.count_of(rank)} rows, while another one may have none, so the "
+            "replicas cannot agree on what to divide by. Compile with "
+            "run_eagerly=False (call strategy.run within a tf.function), or give "
+            "batches that leave no replica without a row."
+        )
+    return False
+
+
+def are_values_of_rows(
+    run: ReplicaRun,
+    rank: Any,
+    loss: tf.Tensor,
+    shapes_of_weights: Collection[tuple[int, ...]],
+) -> bool:
+    """Whether a value for `add_loss`, of rank 1 or more, has one entry per row: Keras
+    adds those up. A penalty on a weight may have one of `shapes_of_weights`."""
+    batch = run.batches.get(trace_of(rank), [])
+    rows = batch[0].shape[0] if batch else None
+    length = loss.shape[0] if loss.shape.rank else None
+    is_eager = not is_of_graph(loss)
+    if is_eager and rows is None:
+        rows = run.count_of(rank)
+    if not is_eager and not in_compiled_function():
+        value = run.analysis(rank).value(loss)
+        if Term.UNKNOWN not in value.terms:
+            return value.axes == (0,) and Term.ROWS in value.terms
+    if length is not None and length != rows:
+        if not rows or length % rows:
+            return False
+        run.suspicions.add(
+            f"a layer gave add_loss a tensor of shape {tuple(loss.shape)} on a replica "
+            f"of {rows} rows. tfdp cannot determine whether it has several values of "
+            "each row (with run_eagerly=True or jit_compile=True it never can), and "
+            "took their sum for a mean over the rows. Give it one value for each row, "
+            "or a number: the mean over the rows, or tfdp.losses.local_sum(...) of a "
+            "sum"
+        )
+        return False
+    if tuple(loss.shape) in shapes_of_weights:
+        run.suspicions.add(
+            f"a layer gave add_loss a tensor of shape {tuple(loss.shape)}, which "
+            "is both that of a weight and as long as the replica has rows. With "
+            "run_eagerly=True or jit_compile=True it was taken for values of "
+            "rows. Give add_loss the sum of a penalty, "
+            "keras.ops.sum(penalty), or leave jit_compile and run_eagerly out"
+        )
+    return True
+
+
+def warn_about_added_sum(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> None:
+    """Warns of an `add_loss` that is a sum over the replica's rows."""
+    if run.group_size == 1 or not is_of_graph(loss):
+        return
+    if Term.SUM in run.analysis(rank).value(loss).terms:
+        run.suspicions.add(
+            "a layer gave add_loss what looks like a sum over its rows, which was "
+            "taken for their mean. Give it the mean, or, to add the replicas' sums, "
+            "tfdp.losses.local_sum(loss)"
+        )
+
+
+def warn_about_sum_of_all(run: ReplicaRun, rank: Any, losses: tf.Tensor) -> None:
+    """Warns of row losses, to be added up, that are equal on all replicas."""
+    if run.group_size == 1 or not is_of_graph(losses):
+        return
+    value = run.analysis(rank).value(losses)
+    if value.of_all and not value.is_local:
+        run.suspicions.add(
+            "a loss with reduction='sum' or 'none' depends on the rows of all replicas "
+            "(tfdp.losses.all_rows): each replica has the same values, and each counts "
+            "once for each replica. Take those of this replica's rows, "
+            "tfdp.losses.own_rows(values, y)"
+        )
+
+
+def warn_about_loss(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> None:
+    """Warns of a loss for `local_mean` that is a sum over rows."""
+    if run.group_size == 1 or not is_of_graph(loss):
+        return
+    value = run.analysis(rank).value(loss)
+    crossing = crossing_of(value.cross)
+    if crossing is not None:
+        run.suspicions.add(crossing, "crossing")
+    elif is_no_mean(value):
+        run.suspicions.add(
+            "local_mean was given a number that is no mean over rows, such as a sum. "
+            "Each replica computes that of its own rows, and their mean is not the "
+            "loss of the whole batch. For a sum take tfdp.losses.local_sum(loss)",
+            "no mean",
+        )
+
+
+def warn_about_weighted_number(
+    run: ReplicaRun, rank: Any, number: tf.Tensor, weights: Any
+) -> None:
+    """Warns of one loss for all rows, by which Keras multiplies weights or a mask."""
+    is_share = run.shares[trace_of(rank)].standing_of(number) is Standing.SHARE
+    if run.group_size > 1 and not (is_share and weights is None):
+        run.suspicions.add(
+            "a loss function returned one number for all rows, and Keras multiplied "
+            "the sample weights, or the mask, of each replica by it. Return a value "
+            "for each row, and let Keras take the mean; a number of all rows belongs "
+            "into compute_loss, scaled by tfdp.losses.local_mean(loss)",
+            "unscaled",
+        )
+
+
+def reported_standing(run: ReplicaRun, rank: Any, loss: Any, subject: str) -> Standing:
+    """The `Standing` of a loss that is reported; warns where a part is no share.
+    `subject` starts the warning's sentence, such as "the step returned"."""
+    shares = run.shares[trace_of(rank)]
+    standing = shares.standing_of(loss)
+    value = run.analysis(rank).value(loss) if is_of_graph(loss) else None
+    is_function = value is not None and value.terms == {Term.MIXED}
+    if is_function and value.target is not None:  # type: ignore[union-attr]
+        run.state_suspicions.add(
+            f"{subject} a number computed from gradients, such as their norm, and a "
+            "replica has its part of their sum only: the mean over the replicas is "
+            "reported. Sum the gradients first, "
+            'tf.distribute.get_replica_context().all_reduce("sum", gradients)',
+            "number",
+        )
+    elif is_function:
+        run.suspicions.add(
+            f"{subject} a function of a loss that is not linear, such as its "
+            "exponential (perplexity), and a replica has its share of the loss only. "
+            "Sum it first, "
+            'tf.distribute.get_replica_context().all_reduce("sum", loss)',
+            "mixed",
+        )
+    elif standing is Standing.MIXED and not (
+        value is not None and is_scaled_by_hand(run, value)
+    ):
+        run.suspicions.add(MIXED.format(subject=subject), "mixed")
+    elif standing is Standing.SHARE and shares.has_constant(loss):
+        run.suspicions.add(
+            f"{subject} a loss to which a constant was added. It changes no gradient, "
+            "but the reported number contains it once for each replica: scale it with "
+            "tfdp.losses.local_mean(tf.constant(...))",
+            "mixed",
+        )
+    elif standing is Standing.SHARE and value is not None:
+        note_crossing(run, value)
+    return standing
+
+
+def note_crossing(run: ReplicaRun, value: Value) -> None:
+    """Warns of a loss in which rows depend on other rows of the replica."""
+    sentence = crossing_of(value.cross) if run.group_size > 1 else None
+    if sentence is not None:
+        run.suspicions.add(sentence, "crossing")
+
+
+def warn_about_number(run: ReplicaRun, rank: Any, metric: Any, number: Any) -> None:
+    """Warns of a number that `metric` counts and that is not a mean over rows."""
+    if _is_no_mean(run, rank, number):
+        run.checked_numbers.update(id(variable.value) for variable in metric.variables)
+        run.state_suspicions.add(
+            f"the metric {metric.name!r} counts one number for all rows {NO_MEAN}",
+            "number",
+        )
+
+
+def warn_about_returned(run: ReplicaRun, rank: Any, number: tf.Tensor) -> None:
+    """Warns of a number that a step returns and that is not a mean over rows."""
+    if _is_no_mean(run, rank, number):
+        run.state_suspicions.add(
+            f"a number is returned for all rows {NO_MEAN}", "number"
+        )
+
+
+def _is_no_mean(run: ReplicaRun, rank: Any, number: Any) -> bool:
+    if run.group_size == 1 or not is_of_graph(number):
+        return False
+    return is_no_mean(run.analysis(rank).value(number))
+
+
+def note_gradients(
+    run: ReplicaRun, rank: Any, gradients: Sequence[Any], optimizer: Any
+) -> None:
+    """Records the values of gradients that a program gives an optimizer."""
+    trace = trace_of(rank)
+    if run.group_size == 1 or run.is_updating or trace != min(run.batches, default=0):
+        return  # one replica is enough: all do the same
+    for gradient in gradients:
+        part = getattr(gradient, "values", gradient)
+        if is_of_graph(part):
+            value = run.analysis(rank).value(part)
+            run.applied.setdefault(value, str(optimizer.name))
+
+
+def find_faults_of_losses(run: ReplicaRun, model: Any, step: Any) -> None:
+    """Adds findings about the losses whose gradients optimizers got in this run."""
+    if run.group_size == 1:
+        return
+    for gradient, optimizer in run.applied.items():
+        change = change_of_gradients(gradient, scales_by_hand=run.scales_by_hand)
+        if change is not None:
+            run.suspicions.add(change, "changed")
+        loss = gradient.target
+        if loss is None:
+            continue
+        note_crossing(run, loss)
+        standing = standing_of(loss)
+        if loss.terms == {Term.MIXED}:
+            run.suspicions.add(
+                f"the optimizer {optimizer!r} got gradients of a function of a loss "
+                "that is not linear, such as its logarithm, and a replica has its "
+                "share of the loss only. Compute the loss from the rows of all "
+                "replicas, tfdp.losses.all_rows(x), and scale it, "
+                "tfdp.losses.local_mean(loss)",
+                "mixed",
+            )
+        elif standing is Standing.MIXED and not is_scaled_by_hand(run, loss):
+            subject = f"the optimizer {optimizer!r} got gradients of"
+            run.suspicions.add(MIXED.format(subject=subject), "mixed")
+        elif standing is Standing.LOCAL and not loss.cross:
+            why = unscaled_part(loss, scales_by_hand=run.scales_by_hand)
+            if why is not None:
+                run.suspicions.add(_unscaled(run, why, optimizer), "unscaled")
+    is_unknown = any(
+        gradient.target is None or Term.UNKNOWN in gradient.target.terms
+        for gradient in run.applied
+    )
+    if (tf.executing_eagerly() or is_unknown) and not run.scaled_losses:
+        why = _why_it_may_be_local(run, model, step)
+        if why is not None and not run.suspicions:
+            run.suspicions.add(_unscaled(run, why), "unscaled")
+    if run.suspicions.has("crossing"):
+        run.state_suspicions.drop("number")  # the same fault, reported
+
+
+def is_scaled_by_hand(run: ReplicaRun, loss: Value) -> bool:
+    """Whether the parts of a loss that are no share may be scaled by the program."""
+    others = loss.terms - {Term.SHARE, Term.REPLICATED, Term.CONSTANT, Term.MEAN}
+    return run.scales_by_hand and not others
+
+
+def _why_it_may_be_local(run: ReplicaRun, model: Any, step: Any) -> str | None:
+    """Where the analysis knows nothing of a loss: what is compiled."""
+    if name_of_step(step) != "train_step":
+        return None
+    own = "its {} is its own and no Keras loss took a mean in it"
+    if not is_stock_step(step):
+        return None if run.added_losses else own.format("train_step")
+    losses = list(filter(None, given_losses(model)))
+    if not losses:  # only layers, or `compute_loss`, produce losses
+        is_own = type(model).compute_loss is not keras.Model.compute_loss
+        return own.format("compute_loss") if is_own and not run.added_losses else None
+    reductions = {getattr(loss, "reduction", "mean") for loss in losses}
+    is_scaled = reductions <= {"sum", "none", None}
+    return None if is_scaled else "its loss function returns a scalar"
+
+
+def _unscaled(run: ReplicaRun, why: str, optimizer: str = "") -> str:
+    of = f" whose gradients {optimizer!r} got" if optimizer else ""
+    return (
+        f"the loss{of} was not scaled to its share of the global batch: {why}, and no "
+        "Keras loss took a mean of it. The replicas' gradients are added, so a mean "
+        f"over the local batch makes each update {run.group_size} times too large. If "
+        "it is such a mean, or the same on all replicas, take the gradient of "
+        "tfdp.losses.local_mean(loss); if it is a sum, or divided by the global batch, "
+        "of tfdp.losses.local_sum(loss)"
+    )

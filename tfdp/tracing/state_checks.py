@@ -1,0 +1,86 @@
+"""What is known of values that a step stores, and of values equal on all replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp._private.names import own_copy, whole_of
+from tfdp.lint.analysis import handle_of
+from tfdp.lint.values import SAME, SCALED, Term, Value
+from tfdp.tracing.run import ReplicaRun, trace_of
+
+
+def is_of_own_rows(run: ReplicaRun, rank: Any, value: tf.Tensor) -> bool:
+    """Whether `value` depends on the replica's rows, and no exchange is between."""
+    return bool(run.analysis(rank).value(value).local & {"rows", "counts"})
+
+
+def is_same_on_every_replica(run: ReplicaRun, rank: Any, value: Any, own: Any) -> bool:
+    """Whether `value` certainly depends on constants and the variable `own` only, this
+    replica's component of a replicated variable: Keras writes
+    `counter.assign(counter + 1)`, which each step would broadcast otherwise."""
+    if isinstance(value, tf.__internal__.EagerTensor):
+        return False
+    found = run.analysis(rank).value(value)
+    own_reason = getattr(type(whole_of(own)), "differs_by_replica", None)
+    if Term.UNKNOWN in found.terms or found.of_all or found.of_share:
+        return False
+    if found.local - {own_reason}:
+        return False
+    return {handle for handle, _ in found.reads} <= {handle_of(own.handle)}
+
+
+def handles_of(variables: Iterable[Any], rank: int) -> dict[int, int]:
+    """The ids of distributed `variables`, by those of their handles on `rank`."""
+    return {handle_of(own_copy(v, rank).handle): id(v) for v in variables}
+
+
+def linear_sources(
+    run: ReplicaRun, rank: Any, values: Iterable[Any], handles: Mapping[int, int]
+) -> set[int]:
+    """The ids of the variables (of `handles`) that `values`, such as gradients that a
+    step has accumulated itself, are linear in."""
+    if not handles:
+        return set()
+    found = set()
+    for value in tf.nest.flatten(list(values), expand_composites=True):
+        if isinstance(value, tf.Tensor):
+            reads = run.analysis(rank).value(value).reads
+            found |= {handles.get(handle) for handle, how in reads if how <= SCALED}
+    return {one for one in found if one is not None}
+
+
+def is_of_all_replicas(run: ReplicaRun, rank: Any, value: Any) -> bool:
+    """Whether `value`, of a graph, depends on rows only through exchanges."""
+    parts = tf.nest.flatten(value, expand_composites=True)
+    found = [run.analysis(rank).value(part) for part in parts]
+    return any(v.of_all for v in found) and not any(v.is_local for v in found)
+
+
+def is_added(value: Value, variable: Any, rank: int) -> bool:
+    """Whether a stored `value` is the variable itself plus something."""
+    return (handle_of(own_copy(variable, rank).handle), SAME) in value.reads
+
+
+def stored_from_shares(run: ReplicaRun) -> tuple[list[Any], list[Any]]:
+    """Variables in which a replica stored values that depend on its loss share: those
+    that are averaged over replicas; and those that only accumulate values that do not
+    depend on them, which remain parts of a sum.
+
+    A share and its gradients are parts of a sum, not means over rows.
+    """
+    first = next((rank for rank, _, _ in run.stored), 0)
+    if not run.shares.get(trace_of(first)):
+        return [], []
+    averaged: list[Any] = []
+    sums: list[Any] = []
+    for rank, variable, stored in run.stored:
+        if rank != first or id(variable) in run.own_sums:
+            continue
+        value = run.analysis(rank).value(stored)
+        if value.of_share:
+            (sums if is_added(value, variable, rank) else averaged).append(variable)
+    return averaged, sums

@@ -1,0 +1,77 @@
+"""Registers what methods of Keras and TensorFlow return in a replica, for `tfdp.lint`.
+
+A gradient: which number it is of. A rank: that it differs by replica. Batch
+normalization: each row by itself, although a replica normalizes by statistics of its
+own rows, as documented.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.lint.registry import Gradient, is_of_graph, register
+from tfdp.lint.values import REPLICATED
+from tfdp.seams.replace import replace_for_good
+from tfdp.tracing.run import current_run
+
+CONTEXT = "tensorflow.python.distribute.distribute_lib:ReplicaContextBase"
+
+
+def register_results() -> None:
+    """Replaces the methods, once; outside of replicas they are the same."""
+    replace_for_good("tensorflow:GradientTape", "gradient", _with_targets)
+    replace_for_good("keras.layers:BatchNormalization", "call", _by_rows)
+    replace_for_good(CONTEXT, "replica_id_in_sync_group", _as_rank)
+
+
+def _as_rank(rank: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(rank)
+    def registered_rank(self: Any) -> Any:
+        found = rank(self)
+        if current_run() is not None:
+            register(found, REPLICATED.but(local=frozenset({"rank"})))
+        return found
+
+    return registered_rank
+
+
+def _by_rows(call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def registered_call(self: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = call(self, inputs, *args, **kwargs)
+        if is_of_graph(inputs) and current_run() is not None:
+            register(outputs, inputs)
+        return outputs
+
+    return registered_call
+
+
+def _with_targets(gradient: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(gradient)
+    def registered_gradient(
+        self: tf.GradientTape,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        result = gradient(self, target, sources, output_gradients, *args, **kwargs)
+        is_in_step = not tf.executing_eagerly() and current_run() is not None
+        if is_in_step and output_gradients is None:
+            targets = tf.nest.flatten(target, expand_composites=True)
+            targets = tuple(one for one in targets if is_of_graph(one))
+            by = tf.nest.flatten(sources)
+            for one, source in zip(tf.nest.flatten(result), by, strict=False):
+                if one is not None and targets:
+                    of = source if is_of_graph(source) else None
+                    handle = getattr(source, "handle", None)
+                    part = getattr(one, "values", one)
+                    register(part, Gradient(targets, of, handle), again=False)
+        return result
+
+    return registered_gradient
