@@ -262,7 +262,7 @@ OWN = {
     "sum returned": ("told", own_loss(sum_by_hand), "local_sum|all_reduce"),
     "mean in a cond": (
         "warn",
-        own_loss(lambda m, x, y: curriculum(m, x, y)),
+        own_loss(curriculum),
         "local_mean",
     ),
     "mean in a cond, fixed": (
@@ -271,7 +271,7 @@ OWN = {
     ),
     "means in a while_loop": (
         "warn",
-        own_loss(lambda m, x, y: sharper(m, x, y)),
+        own_loss(sharper),
         "local_mean",
     ),
     "means in a while_loop, fixed": (

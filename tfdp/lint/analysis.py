@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfdp._private.names import whole_of
 from tfdp._private.step_ops import MAY_CALL, graphs_called, names_called, only_called
-from tfdp.lint.op_kinds import is_conditional, is_loop
+from tfdp.lint.op_kinds import is_call, is_conditional, is_loop
 from tfdp.lint.registry import (
     Gradient,
     ShareOf,
@@ -196,18 +196,15 @@ class Analysis:
             return frame.given[op.name]
         outer = frame.captured(op.name) if frame.is_open else None
         if outer is None:
-            given = self._given_by_calls(op)
-            if given:
-                return joined(given)
+            calls = self._calls_of(op)
+            if calls:
+                frames = [self._open_frame(one.graph) for one in calls]
+                return joined(map(self._known, frames, calls))
             is_handle = op.outputs[0].dtype == tf.resource
             return _of_handle(op.outputs[0]) if is_handle else UNKNOWN
         if is_of_graph(outer):
             return self._known(self._open_frame(outer.graph), outer)
         return _of_eager(outer)
-
-    def _given_by_calls(self, op: tf.Operation) -> list[Value]:
-        given = self._calls_of(op)
-        return [self._known(self._open_frame(one.graph), one) for one in given]
 
     def _calls_of(self, op: tf.Operation) -> list[tf.Tensor]:
         """What the surrounding graph gives for an argument of a finished function."""
@@ -245,7 +242,7 @@ class Analysis:
             return [unknown(values)] * count
         if is_loop(op):
             return self._of_loop(op, graphs, values)
-        if op.type in ("PartitionedCall", "StatefulPartitionedCall"):
+        if is_call(op):
             return self._outputs(graphs[0], values)
         condition, *given = values
         branches = [self._outputs(graph, given) for graph in graphs]
@@ -257,7 +254,7 @@ class Analysis:
             reads = reads_of([either], SAME)
             chosen = either.but(**changes, reads=reads)
             found.append(_decided_by(condition, chosen, op.name))
-        return found[:count]
+        return found
 
     def _of_loop(self, op: Any, graphs: Any, values: list[Value]) -> list[Value]:
         condition, body = graphs

@@ -367,7 +367,7 @@ def summed_in_place(node: Node, places: slice) -> Value:
     result = applied(
         [v.but(axes=(0,) if v.axes else ()) for v in of_rows], node.op.name
     )
-    _, order, crossing = aligned(node.values, node.op.name)
+    _, order, crossing = aligned(node.values)
     # By their own numbers rows stay rows.
     is_of_rows = Term.ROWS in result.terms and result.power == 0 and order != NUMBERED
     terms = frozenset({Term.SUM}) if is_of_rows else UNKNOWN.terms

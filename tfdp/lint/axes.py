@@ -155,7 +155,7 @@ def reshaped(node: Node) -> Value:
     if place is None:
         return unknown(node.values[:1])
     if place == axis == 0:
-        entries, others = _size(before[1:]), _size(after[1:])
+        entries, others = before[1:].num_elements(), after[1:].num_elements()
         is_known = entries is not None and others is not None
         is_static = before[0] is not None and after[0] is not None
         if is_static:
@@ -182,10 +182,6 @@ def _with_entries(value: Value, before: int, after: int) -> Value:
 def of_pairs(value: Value) -> frozenset[Term]:
     """The terms of a tensor of which one entry depends on several rows."""
     return frozenset(Term.OTHER if t is Term.ROWS else t for t in value.terms)
-
-
-def _size(shape: tf.TensorShape) -> int | None:
-    return shape.num_elements()
 
 
 def _place_after(

@@ -11,7 +11,6 @@ import tensorflow as tf
 from tfdp.lint.values import Value
 
 COUNTS = frozenset({"counts"})
-COUNTS_OR_ROWS = frozenset({"counts", "rows"})
 FOLDS: dict[str, Callable[..., Any]] = {
     "AddV2": np.add,
     "Cast": np.array,
@@ -46,11 +45,10 @@ class Node:
     def attribute(self, name: str) -> Any:
         return self.op.get_attr(name)
 
-    def spread(self, *places: int) -> list[Value] | None:
+    def spread(self) -> list[Value] | None:
         """The inputs with the axes of the broadcast result; None: an unknown rank."""
         found = []
-        for place in places or range(len(self.values)):
-            value = self.values[place]
+        for place, value in enumerate(self.values):
             if value.axes:
                 rank = self.rank(place)
                 if rank is None or self.out.rank is None:

@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp.lint.axes import of_pairs
-from tfdp.lint.node import COUNTS_OR_ROWS, Node
+from tfdp.lint.node import Node
 from tfdp.lint.values import (
     CHOSEN,
     FIXED,
@@ -172,7 +172,7 @@ def gathered(node: Node) -> Value:
     params, indices = node.values[0], node.values[1]
     if params.is_shape:
         return _length_of(node, node.static(1))
-    if params.local & COUNTS_OR_ROWS and Term.UNKNOWN in params.terms:
+    if params.is_of_own_rows and Term.UNKNOWN in params.terms:
         return unknown(node.values)
     axis, rank, width = node.static(2), node.rank(0), node.rank(1)
     if not params.axes and not indices.axes:
@@ -218,10 +218,9 @@ def _taken(node: Node, axis: int) -> Value:
     if not indices.axes and node.shape(1).num_elements() != node.shape(0)[axis]:
         order = ("slice", node.op.inputs[1].name)
         return found.but(order=order, each=SELECTED)
-    found = found.but(order=("taken", node.op.inputs[1].name))
     if Term.ROWS in indices.terms and not indices.cross:
         return unknown(node.values)  # places within each row, or of other rows
-    return found
+    return found.but(order=("taken", node.op.inputs[1].name))
 
 
 def _is_own_place(indices: tf.Tensor) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
 
-from tfdp.lint.values import Value
+from tfdp.lint.values import OF_ALL, Value
 from tfdp.seams.replace import note_on
 
 
@@ -42,9 +42,6 @@ Statement: TypeAlias = Value | tf.Tensor | Gradient | ShareOf
 # keep it alive elsewhere.
 STATEMENTS = "_tfdp_statements"
 _lock = threading.Lock()
-
-#: The result of an exchange: equal on all replicas, and of the rows of all.
-OF_ALL = Value.of_all_replicas()
 
 
 def register(tensors: Any, statement: Statement, *, again: bool = True) -> None:

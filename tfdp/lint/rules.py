@@ -167,7 +167,7 @@ def unlisted(node: Node) -> list[Value]:
     telling = [
         place
         for place, value in enumerate(node.values)
-        if value.local & {"rows", "counts"} or value.of_share
+        if value.is_of_own_rows or value.of_share
     ]
     count = len(node.op.outputs)
     if len(telling) != 1:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import tensorflow as tf
 
 from tfdp.lint.registry import is_of_graph
@@ -44,8 +46,8 @@ def change_of(handle: tf.Tensor, value: tf.Tensor) -> tf.Tensor | None:
 
 
 def _is_read_of(handle: tf.Tensor, value: tf.Tensor) -> bool:
-    tensor = outermost(value)
-    while tensor is not None and not isinstance(tensor, tf.__internal__.EagerTensor):
+    tensor: Any = outermost(value)
+    while is_of_graph(tensor):
         if tensor.op.type == "ReadVariableOp":
             return outermost(tensor.op.inputs[0]) is handle
         if tensor.op.type not in SAME_VALUE:

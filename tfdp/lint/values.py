@@ -106,10 +106,6 @@ class Value:
     of_share: bool = False
     target: Value | None = None
 
-    @classmethod
-    def of_all_replicas(cls) -> Value:
-        return cls(terms=frozenset({Term.REPLICATED}), of_all=True)
-
     def but(self, **changes: Any) -> Value:
         # As `dataclasses.replace`, which takes four times as long.
         made = object.__new__(Value)
@@ -127,6 +123,11 @@ class Value:
         return "rows" in self.local
 
     @property
+    def is_of_own_rows(self) -> bool:
+        """Whether it depends on this replica's rows, or on their number."""
+        return self.is_local or "counts" in self.local
+
+    @property
     def is_one_row(self) -> bool:
         """Whether it is of one row, as within `tf.map_fn`."""
         return self.terms == {Term.ROWS} and not self.axes
@@ -135,11 +136,6 @@ class Value:
     def is_shape(self) -> bool:
         """Whether it is the shape of a tensor with rows."""
         return isinstance(self.order, tuple) and self.order[:1] == ("shape",)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether as a factor it is the same for each row, and no part of a loss."""
-        return self.terms <= PLAIN and not self.axes
 
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(Value))
@@ -150,6 +146,8 @@ ZERO = Value()
 CONSTANT = Value(terms=frozenset({Term.CONSTANT}))
 REPLICATED = Value(terms=frozenset({Term.REPLICATED}))
 UNKNOWN = Value(terms=frozenset({Term.UNKNOWN}))
+#: The result of an exchange: equal on all replicas, and of the rows of all.
+OF_ALL = Value(terms=frozenset({Term.REPLICATED}), of_all=True)
 PART_OF_ROWS = Value(terms=frozenset({Term.UNKNOWN}), local=frozenset({"rows"}))
 ROW_SOURCE = Value(terms=frozenset({Term.ROWS}), axes=(0,), local=frozenset({"rows"}))
 
@@ -185,7 +183,7 @@ def added(values: Iterable[Value], op: str) -> Value:
     values = list(values)
     if len(values) == 1:
         return values[0]
-    axes, order, crossing = aligned(values, op)
+    axes, order, crossing = aligned(values)
     terms = frozenset().union(*(v.terms for v in values))
     # n - 1 is no power of n.
     powers = {None if v.is_shape else v.power for v in values if v.terms}
@@ -219,7 +217,7 @@ def added(values: Iterable[Value], op: str) -> Value:
 
 def times(one: Value, other: Value, op: str, *, divided: bool = False) -> Value:
     """The product of two values whose axes are those of the result; or a quotient."""
-    axes, order, crossing = aligned([one, other], op)
+    axes, order, crossing = aligned([one, other])
     result = Value(
         axes=axes,
         order=order,
@@ -231,12 +229,7 @@ def times(one: Value, other: Value, op: str, *, divided: bool = False) -> Value:
     )
     factors = [v for v in (one, other) if v.terms & FACTORS]
     if factors and not (divided and factors == [other]):
-        kind = Term.SHARE if Term.FACTOR in factors[0].terms else Term.REPORTED
-        is_alone = len(factors[0].terms) == 1 and len(factors) == 1
-        is_share = is_alone and not (one if factors[0] is other else other).of_share
-        if kind is Term.REPORTED:
-            is_share = is_alone
-        found = kind if is_share else Term.MIXED
+        found = _with_factor(one, other, factors)
         return result.but(terms=frozenset({found}), of_share=True)
     parts = (one.terms | other.terms) & SHARDS
     if parts:
@@ -247,35 +240,46 @@ def times(one: Value, other: Value, op: str, *, divided: bool = False) -> Value:
         is_linear = len(shares) == 1 and not (divided and shares[0] is other)
         if is_linear and not rest.terms & LOCAL_TERMS:
             return result.but(terms=shares[0].terms, power=shares[0].power)
-        if is_linear and shares[0].axes and shares[0].terms == {Term.SHARE}:
-            # Row by row: a share of weighted rows.
-            weighted = result.but(terms=shares[0].terms)
-            crossing = crossing or (None if rest.axes else NORMALIZED)
-            return weighted.crossed(crossing, op) if crossing else weighted
-        return result.but(terms=frozenset({Term.MIXED}))
+        if not is_linear or not shares[0].axes or shares[0].terms != {Term.SHARE}:
+            return result.but(terms=frozenset({Term.MIXED}))
+        # Row by row: a share of weighted rows.
+        result = result.but(terms=shares[0].terms)
+        crossing = crossing or (None if rest.axes else NORMALIZED)
+        return result.crossed(crossing, op) if crossing else result
     if Term.UNKNOWN in one.terms | other.terms:
         return result.but(terms=frozenset({Term.UNKNOWN}))
     if not one.terms or (not other.terms and not divided):
         return result.but(terms=frozenset())
-    result = result.but(terms=_product_terms(one, other, divided))
     power = _power(one, other, divided)
-    result = result.but(power=power)
+    result = result.but(terms=_product_terms(one, other, divided), power=power)
     if power != 0 and result.terms & {Term.MEAN, Term.SUM}:
         result = scaled_by_count(result)
-    both_local = one.terms & LOCAL_TERMS and other.terms & LOCAL_TERMS
-    is_one_row = one.is_one_row or other.is_one_row
-    if not crossing and both_local and not is_one_row:
-        of_rows = [v for v in (one, other) if v.axes and v.terms & {Term.ROWS}]
-        if len(of_rows) < 2:
-            crossing = NORMALIZED if of_rows or divided else NOT_LINEAR
-    elif (
-        not crossing
-        and not is_one_row
-        and divided
-        and other.terms & {Term.MEAN, Term.SUM, Term.OTHER}
-    ):
-        crossing = NORMALIZED
+    crossing = crossing or _crossing_of_product(one, other, divided)
     return result.crossed(crossing, op) if crossing else result
+
+
+def _with_factor(one: Value, other: Value, factors: Sequence[Value]) -> Term:
+    """What a product with a factor of a loss is."""
+    factor, *more = factors
+    rest = other if factor is one else one
+    if len(factor.terms) > 1 or more:
+        return Term.MIXED
+    if factor.terms == {Term.REPORT_FACTOR}:
+        return Term.REPORTED
+    return Term.MIXED if rest.of_share else Term.SHARE
+
+
+def _crossing_of_product(one: Value, other: Value, divided: bool) -> str | None:
+    """How rows depend on each other in a product or quotient, but for their order."""
+    if one.is_one_row or other.is_one_row:
+        return None
+    if not (one.terms & LOCAL_TERMS and other.terms & LOCAL_TERMS):
+        is_of_all = other.terms & (LOCAL_TERMS - {Term.ROWS})
+        return NORMALIZED if divided and is_of_all else None
+    of_rows = [v for v in (one, other) if v.axes and Term.ROWS in v.terms]
+    if len(of_rows) == 2:
+        return None
+    return NORMALIZED if of_rows or divided else NOT_LINEAR
 
 
 def _reads_of_both(one: Value, other: Value, least: int) -> frozenset[tuple[int, int]]:
@@ -296,10 +300,6 @@ def _product_terms(one: Value, other: Value, divided: bool) -> frozenset[Term]:
         is_constant = one.terms | other.terms == {Term.CONSTANT}
         return frozenset({Term.CONSTANT if is_constant else Term.REPLICATED})
     if len(local) == 1 and not (divided and local[0] is other):
-        rest = other if local[0] is one else one
-        if rest.axes and not local[0].axes:
-            # A number of all rows times an entry for each row, such as a mask of ones.
-            return local[0].terms
         return local[0].terms
     if any(v.axes for v in local) or all(v.is_one_row for v in local):
         return frozenset({Term.ROWS})
@@ -324,10 +324,10 @@ def scaled_by_count(value: Value) -> Value:
     return value.but(terms=terms, power=None if Term.COUNT in terms else 0)
 
 
-def applied(values: Iterable[Value], op: str, *, positive: bool = False) -> Value:
-    """A function of each entry that is not linear; `positive`: only of the sign."""
+def applied(values: Iterable[Value], op: str) -> Value:
+    """A function of each entry that is not linear."""
     values = list(values)
-    axes, order, crossing = aligned(values, op)
+    axes, order, crossing = aligned(values)
     terms = frozenset().union(*(v.terms for v in values))
     result = Value(
         axes=axes,
@@ -364,7 +364,7 @@ def applied(values: Iterable[Value], op: str, *, positive: bool = False) -> Valu
 
 
 def aligned(
-    values: Iterable[Value], op: str
+    values: Iterable[Value],
 ) -> tuple[tuple[int, ...], Hashable, str | None]:
     """The axes and order of an elementwise result; and the kind of crossing, if any."""
     values = list(values)

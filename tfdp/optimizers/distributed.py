@@ -37,8 +37,8 @@ from tfdp.step.sums import agree_finite, reduce_gradients
 from tfdp.sync.diloco import DiLoCo
 from tfdp.sync.local_sgd import LocalSGD
 from tfdp.sync.rounds import Sync
-from tfdp.tracing.assigned_terms import as_tensors
 from tfdp.tracing.batch_weight import batch_weight
+from tfdp.tracing.keras_steps import as_tensors
 from tfdp.tracing.loss_checks import note_gradients
 from tfdp.tracing.run import current_run
 

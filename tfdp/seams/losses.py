@@ -76,27 +76,20 @@ def _reduce_weighted_values(original: Callable[..., Any]) -> Callable[..., Any]:
     return reduce_weighted_values
 
 
-def _scale_loss_for_distribution(original: Callable[..., Any]) -> Callable[..., Any]:
-    # Keras calls it for the sum of a model's penalties, too.
-    @functools.wraps(original)
-    def scale_loss_for_distribution(value: Any) -> Any:
-        is_tfdp, losses = _losses_here()
-        if not is_tfdp:
-            return original(value)
-        return value if losses is None else losses.scaled_penalty(value)
+def _left_to(method: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Replaces a function of one number by a method of what scales losses here."""
 
-    return scale_loss_for_distribution
+    def replacement(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def scaled(value: Any) -> Any:
+            is_tfdp, losses = _losses_here()
+            if not is_tfdp:
+                return original(value)
+            return value if losses is None else getattr(losses, method)(value)
 
+        return scaled
 
-def _unscale_loss_for_distribution(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def unscale_loss_for_distribution(value: Any) -> Any:
-        is_tfdp, losses = _losses_here()
-        if not is_tfdp:
-            return original(value)
-        return value if losses is None else losses.reported(value)
-
-    return unscale_loss_for_distribution
+    return replacement
 
 
 def _reduce_values(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -120,8 +113,9 @@ def _reduce_values(original: Callable[..., Any]) -> Callable[..., Any]:
 _REPLACEMENTS = {
     "reduce_values": _reduce_values,
     "reduce_weighted_values": _reduce_weighted_values,
-    "scale_loss_for_distribution": _scale_loss_for_distribution,
-    "unscale_loss_for_distribution": _unscale_loss_for_distribution,
+    # Keras scales the sum of a model's penalties by it, too.
+    "scale_loss_for_distribution": _left_to("scaled_penalty"),
+    "unscale_loss_for_distribution": _left_to("reported"),
 }
 
 

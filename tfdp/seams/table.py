@@ -142,16 +142,15 @@ SEAMS: tuple[Seam, ...] = (
         "always",
         "a report takes the exact factor of a replica's share back",
     ),
-    Seam(LOSS, "standardize_reduction", "(reduction)", "called", ""),
-    Seam(LOSS, "apply_mask", "(sample_weight, mask, dtype, reduction)", "called", ""),
-    Seam(
+    *_seams(
         LOSS,
-        "squeeze_or_expand_to_same_rank",
-        "(x1, x2, expand_rank_1=True)",
         "called",
         "",
+        standardize_reduction="(reduction)",
+        apply_mask="(sample_weight, mask, dtype, reduction)",
+        squeeze_or_expand_to_same_rank="(x1, x2, expand_rank_1=True)",
     ),
-    # What `tfdp.lint` is told (`tfdp.tracing.statements`).
+    # These register facts for `tfdp.lint` (`tfdp.tracing.statements`).
     Seam(
         "tensorflow:GradientTape",
         "gradient",

@@ -19,14 +19,13 @@ from tfdp._private.keras_models import layers_within
 from tfdp._private.names import current_rank, own_copy
 from tfdp._private.step_ops import operations_within
 from tfdp.errors import ConfigurationError
-from tfdp.lint.analysis import handle_of
 from tfdp.lint.findings import is_no_mean
 from tfdp.lint.op_kinds import is_extreme, writes_summary
 from tfdp.lint.terms import outermost
 from tfdp.lint.values import Term
 from tfdp.step.own_branches import own_source_of
 from tfdp.tracing.run import ReplicaRun
-from tfdp.tracing.state_checks import is_added, stored_from_shares
+from tfdp.tracing.state_checks import is_added, own_handle, stored_from_shares
 from tfdp.tracing.trace_order import describe_sum
 
 
@@ -60,7 +59,7 @@ def _of_rows(run: ReplicaRun, rank: int, ids: set[int]) -> set[int]:
     for stored_by, variable, value in run.stored:
         is_one = stored_by == rank and id(variable) in ids
         stored = run.analysis(rank).value(value) if is_one else None
-        if stored is not None and stored.local & {"rows", "counts"}:
+        if stored is not None and stored.is_of_own_rows:
             # Without an update, accumulated values may be gradients for one in a later
             # step: parts of a sum.
             if run.updates or not is_added(stored, variable, rank):
@@ -187,7 +186,7 @@ def _problem_of(
     run: ReplicaRun, rank: int, variable: Any, value: tf.Tensor
 ) -> str | None:
     stored = run.analysis(rank).value(value)
-    if not stored.local & {"rows", "counts"} or Term.UNKNOWN in stored.terms:
+    if not stored.is_of_own_rows or Term.UNKNOWN in stored.terms:
         return None
     if stored.target is not None and is_added(stored, variable, rank):
         return None  # gradients for a later step, which adds them over the replicas
@@ -195,7 +194,7 @@ def _problem_of(
         if is_added(stored, variable, rank):
             return "a running sum over rows. Make it with aggregation='sum'"
         return f"computed from a sum over rows, as an average of sums is. {SUM_FIRST}"
-    own = handle_of(own_copy(variable, rank).handle)
+    own = own_handle(variable, rank)
     is_own = any(own == handle for handle, _ in stored.reads)
     if is_own and is_extreme(value.op):
         return (

@@ -32,8 +32,7 @@ from tfdp.errors import ConfigurationError
 from tfdp.lint.registry import register_exchanged
 from tfdp.seams.replace import Override, around, instance_attributes
 from tfdp.sharding.variables import ShardedVariable, shard_kind
-from tfdp.tracing.assigned_terms import as_tensors
-from tfdp.tracing.keras_steps import is_stock_step, name_of_step
+from tfdp.tracing.keras_steps import as_tensors, is_stock_step, name_of_step
 from tfdp.tracing.run import ReplicaRun, trace_of
 from tfdp.tracing.sample_counts import parts_by_replica
 from tfdp.tracing.state_checks import handles_of, is_of_all_replicas, linear_sources

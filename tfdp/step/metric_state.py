@@ -14,12 +14,12 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp._private.names import own_copy
-from tfdp.lint.analysis import handle_of
 from tfdp.lint.op_kinds import is_extreme
 from tfdp.lint.terms import change_of, outermost
 from tfdp.lint.values import SAME, SCALED, Term, Value
 from tfdp.tracing.loss_shares import Standing
 from tfdp.tracing.run import ReplicaRun, trace_of
+from tfdp.tracing.state_checks import own_handle
 
 MOVES_BY_ITSELF = "something that depends on its own value, such as a running mean"
 NO_SUM = "a sum of what is none over rows, such as of maxima or of roots"
@@ -34,13 +34,12 @@ def warn_if_rows_counted(run: ReplicaRun) -> None:
     """Warns of metric values that adding over replicas makes wrong."""
     if run.replicas == 1:
         return
-    handles = {_handle(variable, rank) for rank, variable, _, _ in run.counted}
+    handles = {own_handle(variable, rank) for rank, variable, _, _ in run.counted}
     for rank, variable, tensor, is_added in run.counted:
         if id(variable) in run.checked_numbers:
             continue
         value = run.analysis(rank).value(tensor)
-        own = _handle(variable, rank)
-        is_running = is_extreme(tensor.op)
+        own, is_running = own_handle(variable, rank), is_extreme(tensor.op)
         what = _what_is_counted(value, own, handles, is_added, is_running)
         if what is not None:
             name = variable.name.split(":")[0]
@@ -63,7 +62,8 @@ def warn_if_steps_counted(
         metric = owners.get(id(variable))
         if metric is None or id(variable) in run.checked_numbers:
             continue
-        term = value if is_added else change_of(_graph_handle(variable, rank), value)
+        handle = outermost(own_copy(variable, rank).handle)
+        term = value if is_added else change_of(handle, value)
         if term is None:
             continue
         step = tf.get_static_value(term)
@@ -80,14 +80,6 @@ def warn_if_steps_counted(
             "model's train_step, give it to a keras.metrics.Mean, or to "
             "super().update_state of a subclass of it"
         )
-
-
-def _handle(variable: Any, rank: int) -> Any:
-    return handle_of(own_copy(variable, rank).handle)
-
-
-def _graph_handle(variable: Any, rank: int) -> tf.Tensor | None:
-    return outermost(own_copy(variable, rank).handle)
 
 
 def _what_is_counted(

@@ -49,7 +49,7 @@ from tfdp.step.find_optimizers import innermost_optimizers
 from tfdp.step.finite_guard import update_if_finite
 from tfdp.step.sums import agree_finite, largest_of_replicas, reduce_gradients
 from tfdp.step.table_rows import CLIPPING
-from tfdp.tracing.assigned_terms import as_tensors
+from tfdp.tracing.keras_steps import as_tensors
 from tfdp.tracing.loss_checks import note_gradients
 from tfdp.tracing.run import ReplicaRun, call_before_step, current_run
 

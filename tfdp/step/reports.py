@@ -24,7 +24,7 @@ from tfdp.lint.op_kinds import is_constant
 from tfdp.lint.registry import key_of
 from tfdp.seams.replace import Override, instead, replace_for_good
 from tfdp.step.local_run import SumOverHosts, summed_over_hosts
-from tfdp.tracing.assigned_terms import as_tensors
+from tfdp.tracing.keras_steps import as_tensors
 from tfdp.tracing.loss_checks import (
     reported_standing,
     warn_about_number,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import keras
@@ -66,3 +67,14 @@ def rows_of_first_replica(result: Any) -> Any:
         return PerReplica((first, *(part[:0] for part in others)))
 
     return tf.nest.map_structure(first_rows, result)
+
+
+VARIABLES = (keras.Variable, tf.Variable)
+
+
+def as_tensors(given: Iterable[Any]) -> list[Any]:
+    """`given`, with the values of variables; other elements are unchanged."""
+    return [
+        tf.convert_to_tensor(one) if isinstance(one, VARIABLES) else one
+        for one in given
+    ]

@@ -136,9 +136,8 @@ def are_values_of_rows(
 
 def warn_about_added_sum(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> None:
     """Warns of an `add_loss` that is a sum over the replica's rows."""
-    if run.group_size == 1 or not is_of_graph(loss):
-        return
-    if Term.SUM in run.analysis(rank).value(loss).terms:
+    value = _value_of_several(run, rank, loss)
+    if value is not None and Term.SUM in value.terms:
         run.suspicions.add(
             "a layer gave add_loss what looks like a sum over its rows, which was "
             "taken for their mean. Give it the mean, or, to add the replicas' sums, "
@@ -148,10 +147,8 @@ def warn_about_added_sum(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> None:
 
 def warn_about_sum_of_all(run: ReplicaRun, rank: Any, losses: tf.Tensor) -> None:
     """Warns of row losses, to be added up, that are equal on all replicas."""
-    if run.group_size == 1 or not is_of_graph(losses):
-        return
-    value = run.analysis(rank).value(losses)
-    if value.of_all and not value.is_local:
+    value = _value_of_several(run, rank, losses)
+    if value is not None and value.of_all and not value.is_local:
         run.suspicions.add(
             "a loss with reduction='sum' or 'none' depends on the rows of all replicas "
             "(tfdp.losses.all_rows): each replica has the same values, and each counts "
@@ -162,13 +159,10 @@ def warn_about_sum_of_all(run: ReplicaRun, rank: Any, losses: tf.Tensor) -> None
 
 def warn_about_loss(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> None:
     """Warns of a loss for `local_mean` that is a sum over rows."""
-    if run.group_size == 1 or not is_of_graph(loss):
-        return
-    value = run.analysis(rank).value(loss)
-    crossing = crossing_of(value.cross)
-    if crossing is not None:
-        run.suspicions.add(crossing, "crossing")
-    elif is_no_mean(value):
+    value = _value_of_several(run, rank, loss)
+    if value is not None and value.cross:
+        note_crossing(run, value)
+    elif value is not None and is_no_mean(value):
         run.suspicions.add(
             "local_mean was given a number that is no mean over rows, such as a sum. "
             "Each replica computes that of its own rows, and their mean is not the "
@@ -257,9 +251,15 @@ def warn_about_returned(run: ReplicaRun, rank: Any, number: tf.Tensor) -> None:
 
 
 def _is_no_mean(run: ReplicaRun, rank: Any, number: Any) -> bool:
-    if run.group_size == 1 or not is_of_graph(number):
-        return False
-    return is_no_mean(run.analysis(rank).value(number))
+    value = _value_of_several(run, rank, number)
+    return value is not None and is_no_mean(value)
+
+
+def _value_of_several(run: ReplicaRun, rank: Any, tensor: Any) -> Value | None:
+    """The value of a graph's tensor, if there are several replicas; else None."""
+    if run.group_size == 1 or not is_of_graph(tensor):
+        return None
+    return run.analysis(rank).value(tensor)
 
 
 def note_gradients(

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp.lint.registry import key_of, register
+from tfdp.lint.registry import is_of_graph, key_of, register
 from tfdp.lint.values import FACTORS, SHARES, Term, Value
 
 
@@ -92,8 +92,7 @@ class LossShares:
 
     def has_constant(self, value: tf.Tensor) -> bool:
         """Whether a term of `value`, a share in a graph, is a nonzero constant."""
-        is_eager = isinstance(value, tf.__internal__.EagerTensor)
-        return not is_eager and Term.CONSTANT in self._value_of(value).terms
+        return is_of_graph(value) and Term.CONSTANT in self._value_of(value).terms
 
     def _note(
         self, noted: dict[Any, tf.Tensor], value: Any, dtype: tf.DType, kind: Term

@@ -15,7 +15,7 @@ from tfdp._private.names import current_rank, in_compiled_function
 from tfdp.exchange.engine import current_exchange_name
 from tfdp.lint.analysis import Analysis
 from tfdp.lint.findings import Findings
-from tfdp.lint.registry import key_of
+from tfdp.lint.registry import is_of_graph, key_of
 from tfdp.lint.values import PART_OF_ROWS, ROW_SOURCE, Value
 from tfdp.tracing.loss_shares import LossShares
 from tfdp.tracing.padded_batch import Padding
@@ -330,14 +330,14 @@ class ReplicaRun:
         if self.updates.get(trace_of(rank)):
             return
         self.local_state.setdefault(trace_of(rank), {})[id(variable)] = variable
-        if isinstance(rank, int) and _is_of_graph(value):
+        if isinstance(rank, int) and is_of_graph(value):
             self.stored.append((rank, variable, value))
 
     def note_counted(
         self, rank: Any, variable: Any, value: Any, is_added: bool
     ) -> None:
         """Records what a replica assigns, or adds, to a sum of a metric."""
-        if isinstance(rank, int) and _is_of_graph(value):
+        if isinstance(rank, int) and is_of_graph(value):
             self.counted.append((rank, variable, value, is_added))
 
     def take_local_state(self, rank: Any) -> list[Any]:
@@ -374,12 +374,6 @@ def trace_of(rank: Any) -> int:
     """The index of the graph in which `rank` is traced: one per replica; on TPU, where
     ranks are tensors, one for all."""
     return rank if isinstance(rank, int) else 0
-
-
-def _is_of_graph(value: Any) -> bool:
-    # Variables, and eager tensors within a graph, can be assigned too.
-    is_eager = isinstance(value, tf.__internal__.EagerTensor)
-    return isinstance(value, tf.Tensor) and not is_eager
 
 
 # Below this a branch costs more tracing time (milliseconds) than one read and write of

@@ -15,7 +15,7 @@ from tfdp.tracing.run import ReplicaRun, trace_of
 
 def is_of_own_rows(run: ReplicaRun, rank: Any, value: tf.Tensor) -> bool:
     """Whether `value` depends on the replica's rows, and no exchange is between."""
-    return bool(run.analysis(rank).value(value).local & {"rows", "counts"})
+    return run.analysis(rank).value(value).is_of_own_rows
 
 
 def is_same_on_every_replica(run: ReplicaRun, rank: Any, value: Any, own: Any) -> bool:
@@ -35,7 +35,12 @@ def is_same_on_every_replica(run: ReplicaRun, rank: Any, value: Any, own: Any) -
 
 def handles_of(variables: Iterable[Any], rank: int) -> dict[int, int]:
     """The ids of distributed `variables`, by those of their handles on `rank`."""
-    return {handle_of(own_copy(v, rank).handle): id(v) for v in variables}
+    return {own_handle(variable, rank): id(variable) for variable in variables}
+
+
+def own_handle(variable: Any, rank: int) -> Any:
+    """Identifies the copy of a distributed variable on `rank` in `Value.reads`."""
+    return handle_of(own_copy(variable, rank).handle)
 
 
 def linear_sources(
@@ -62,7 +67,7 @@ def is_of_all_replicas(run: ReplicaRun, rank: Any, value: Any) -> bool:
 
 def is_added(value: Value, variable: Any, rank: int) -> bool:
     """Whether a stored `value` is the variable itself plus something."""
-    return (handle_of(own_copy(variable, rank).handle), SAME) in value.reads
+    return (own_handle(variable, rank), SAME) in value.reads
 
 
 def stored_from_shares(run: ReplicaRun) -> tuple[list[Any], list[Any]]:
