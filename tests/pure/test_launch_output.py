@@ -1,7 +1,9 @@
 """Prefixed lines, the last lines of a worker, ports and signal names."""
 
+import contextlib
 import errno
 import io
+import itertools
 import os
 import random
 import signal
@@ -10,7 +12,7 @@ import socket
 import pytest
 
 from tfdp.cluster import addresses as port_module
-from tfdp.cluster.addresses import any_port, checked_port, free_port
+from tfdp.cluster.addresses import any_port, checked_port, free_port, held_port
 from tfdp.errors import ConfigurationError
 from tfdp.launch import output
 from tfdp.launch.console import Outlet
@@ -138,6 +140,15 @@ def test_taken_ports_are_passed_over(monkeypatch):
         expected = offered[1]
         monkeypatch.setattr(port_module, "any_port", lambda: offered.pop(0))
         assert free_port() == expected
+
+
+def test_a_held_port_is_chosen_once(monkeypatch):
+    with held_port() as held:
+        for choose in (held_port, lambda: contextlib.nullcontext(free_port())):
+            ports = itertools.chain([held], iter(any_port, held))
+            monkeypatch.setattr(port_module, "any_port", ports.__next__)
+            with choose() as port:
+                assert port != held
 
 
 def test_no_free_port_is_an_error(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import functools
@@ -12,7 +13,7 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from tfdp.cluster.description import Cluster, join_address, split_address
 from tfdp.errors import ConfigurationError
@@ -87,9 +88,21 @@ def any_port() -> int:
 
 def free_port(address: str = LOOPBACK) -> int:
     """A port from 20000 to 29999 without a listener at `address` ("": any address)."""
+    return _first_port(lambda port: _is_free(port, address))
+
+
+@contextlib.contextmanager
+def held_port() -> Iterator[int]:
+    """A free port, which no other process can bind before the block ends."""
+    # Without SO_REUSEADDR: with it, others could bind the port as well.
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as holder:
+        yield _first_port(lambda port: _binds(holder, "", port))
+
+
+def _first_port(is_free: Callable[[int], bool]) -> int:
     for _ in range(100):
         port = any_port()
-        if _is_free(port, address):
+        if is_free(port):
             return port
     raise ConfigurationError(
         f"no free port was found from {FIRST_PORT} to {LAST_PORT}; name another one"
@@ -110,10 +123,14 @@ def _is_free(port: int, address: str = LOOPBACK) -> bool:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         # As servers do: a port in TIME_WAIT is free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((address, port))
-        except OSError as error:
-            if error.errno in (errno.EADDRINUSE, errno.EACCES):
-                return False
-            raise
+        return _binds(probe, address, port)
+
+
+def _binds(probe: socket.socket, address: str, port: int) -> bool:
+    try:
+        probe.bind((address, port))
+    except OSError as error:
+        if error.errno in (errno.EADDRINUSE, errno.EACCES):
+            return False
+        raise
     return True

@@ -25,7 +25,7 @@ import tensorflow as tf
 
 from tfdp._private import names
 from tfdp._private.collective_runtime import abort_collectives, start_collectives
-from tfdp.cluster.addresses import free_port
+from tfdp.cluster.addresses import held_port
 from tfdp.cluster.description import join_address
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.engine import next_group_key
@@ -53,9 +53,11 @@ def rendezvous_by_collectives(link: HostLink) -> None:
     """
     # Over the link, which exists before TensorFlow starts: TensorFlow's own rendezvous
     # needs addresses in advance, and waits forever for a missing worker.
-    port = str(free_port("")).encode()
     label = "ports of TensorFlow's collectives"
-    ports = link.gather(port, label, most_bytes=LONGEST_PORT_BYTES)
+    # Held until every worker has chosen: two workers of a host choose different ports.
+    with held_port() as port:
+        own = str(port).encode()
+        ports = link.gather(own, label, most_bytes=LONGEST_PORT_BYTES)
     for rank, other in enumerate(ports):
         if not other.isdigit():
             raise ConfigurationError(
