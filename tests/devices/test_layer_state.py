@@ -216,6 +216,31 @@ def test_what_is_no_mean_over_rows_is_told(update, remedy):
         stored(make_strategy(2), update, options)
 
 
+class Maxima(keras.layers.Layer):
+    def build(self, shape):
+        options = {"shape": (), "trainable": False, "initializer": "zeros"}
+        self.maxima = [self.add_weight(name=f"max_{i}", **options) for i in range(5)]
+
+    def call(self, inputs, training=False):
+        if training:
+            for column, maximum in enumerate(self.maxima):
+                maximum.assign(ops.maximum(maximum, ops.max(inputs[:, column])))
+        return inputs
+
+
+def test_variables_of_one_fault_share_a_sentence():
+    def build():
+        layers = [keras.Input((12,)), Maxima(), keras.layers.Dense(5)]
+        return keras.Sequential(layers)
+
+    data = rows()
+    with pytest.warns(LocalStateWarning) as told:
+        train(make_strategy(2), build, data=(data["x"], data["y"]), batch_size=8)
+    [message] = [str(one.message) for one in told if one.category is LocalStateWarning]
+    assert message.count("a running maximum") == 1
+    assert "max_0" in message and "and 2 more" in message and "max_3" not in message
+
+
 @pytest.mark.parametrize("update", ["average of all's sums", "all's maximum"])
 def test_what_was_taken_over_all_is_not_told(update):
     with warnings.catch_warnings():

@@ -135,41 +135,42 @@ def warn_about_stored(run: ReplicaRun, model: Any) -> None:
         return
     of_shares, sums = stored_from_shares(run)
     if of_shares:
-        names = [repr(variable.name.split(":")[0]) for variable in of_shares]
-        more = len(names) - MOST_NAMES
         run.state_suspicions.add(
-            f"what is stored in {', '.join(names[:MOST_NAMES])}"
-            f"{f' and {more} more' if more > 0 else ''} is averaged over the replicas' "
+            f"what is stored in {_names_of(of_shares)} is averaged over the replicas' "
             "rows, and it depends on the loss or on gradients, and each replica has "
             f"a part of their sum. {SUM_FIRST}"
         )
     # Accumulated gradients are treated as parts of a sum.
     skipped = run.own_sums | {id(variable) for variable in (*of_shares, *sums)}
+    found: dict[str, dict[int, Any]] = {}
     for rank, variable, value in run.stored:
-        if id(variable) in skipped:
+        what = None
+        if id(variable) not in skipped:
+            what = _problem_of(run, rank, variable, value)
+        if what is None:
             continue
-        what = _problem_of(run, rank, variable, value)
-        clause = None if what is None else _clause(model, variable, what)
-        if clause is not None:
-            run.state_suspicions.add(clause)
-
-
-def _clause(model: Any, variable: Any, what: str) -> str | None:
-    """The warning about a stored value that looks like `what`; None: no warning."""
-    layer = _normalization_of(model, variable)
-    if layer is None:
-        name = variable.name.split(":")[0]
-        return (
-            f"what a layer stores in {name!r} is averaged over the replicas' rows, "
-            f"and it looks like {what}"
+        layer = _normalization_of(model, variable)
+        if layer is None:
+            found.setdefault(what, {})[id(variable)] = variable
+        elif layer.synchronized:  # else of a replica's own rows, as documented
+            run.state_suspicions.add(
+                f"the layer {layer.name!r} has synchronized=True and gets a mask (of "
+                "words, or of padding rows), with which Keras' BatchNormalization "
+                "takes the statistics of each replica's own rows. Use "
+                "tfdp.layers.SyncBatchNormalization"
+            )
+    for what, variables in found.items():
+        run.state_suspicions.add(
+            f"what is stored in {_names_of(variables.values())} is averaged over the "
+            f"replicas' rows, and it looks like {what}"
         )
-    if not layer.synchronized:
-        return None  # of a replica's own rows, as documented
-    return (
-        f"the layer {layer.name!r} has synchronized=True and gets a mask (of words, or "
-        "of padding rows), with which Keras' BatchNormalization takes the statistics "
-        "of each replica's own rows. Use tfdp.layers.SyncBatchNormalization"
-    )
+
+
+def _names_of(variables: Iterable[Any]) -> str:
+    """The first names, and how many more."""
+    names = [repr(variable.name.split(":")[0]) for variable in variables]
+    more = len(names) - MOST_NAMES
+    return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def _normalization_of(
