@@ -236,7 +236,12 @@ def sensible(program):
             )
             for output in program.outputs
         )
-    if "schedule" in program.optimizer.options:
+    if program.optimizer.name == "MultiOptimizer":
+        # Keras gives its parts their rates, and it has none.
+        left = [o for o in program.optimizer.options if o != "schedule"]
+        of_parts = dataclasses.replace(program.optimizer, options=tuple(left))
+        changes["optimizer"] = of_parts
+    elif "schedule" in program.optimizer.options:
         # Callbacks cannot set the rate of a schedule.
         left = [c for c in program.callbacks if c not in ("plateau", "scheduler")]
         changes["callbacks"] = tuple(left)
