@@ -19,7 +19,7 @@ from tfdp.lint.registry import register
 from tfdp.lint.values import ROW_SOURCE
 from tfdp.tracing.loss_checks import is_share, warn_about_loss
 from tfdp.tracing.loss_shares import Standing
-from tfdp.tracing.run import current_run, trace_of
+from tfdp.tracing.run import current_run
 
 __all__ = ["all_rows", "local_mean", "local_sum", "own_rows"]
 
@@ -318,5 +318,5 @@ def _shares(run: Any, rank: Any) -> Any:
             "padding. Use self.compute_loss(x=x, y=y, y_pred=y_pred), which leaves it "
             "out, or batches of one size (drop_remainder=True)."
         )
-    run.scaled_losses.add(trace_of(rank))
-    return run.shares[trace_of(rank)]
+    run.has_scaled_losses = True
+    return run.trace(rank).shares

@@ -48,8 +48,8 @@ from tfdp.tracing.effect_order import operations
 from tfdp.tracing.keras_steps import is_predict_step, name_of_step
 from tfdp.tracing.loss_checks import find_faults_of_losses
 from tfdp.tracing.padded_batch import find_padded, trim_rows, without_padding
-from tfdp.tracing.run import ReplicaRun
-from tfdp.tracing.sample_counts import sample_counts
+from tfdp.tracing.run import Mode, Step
+from tfdp.tracing.sample_counts import step_of
 
 
 class StepCall:
@@ -83,7 +83,7 @@ class StepCall:
     @property
     def rows_here(self) -> Any:
         """The rows of this process's replicas without padding; None: unknown."""
-        counts = self.run.counts
+        counts: Any = self.run.batch.counts
         if self._padded_rows is not None:
             parts = getattr(self._padded_rows, "values", [self._padded_rows])
             counts = [tf.reduce_sum(tf.cast(part > 0, tf.int32)) for part in parts]
@@ -100,18 +100,18 @@ class StepCall:
         if getattr(self.fn, "__func__", None) is keras.Model.train_step:
             self.step = functools.partial(jitted_train_step, self.model)
 
-    def take_batch(self) -> ReplicaRun:
+    def take_batch(self) -> Step:
         """Reads the rows of each replica, and gives each of them at least one."""
         if self.is_reported and len(self._devices) > 1:
             self.args = in_parts(self.args, self._devices)
         arguments = (self.args, self.kwargs or {})
-        self.run = run = sample_counts(arguments, len(self._devices))
+        self.run = run = step_of(arguments, len(self._devices))
         run.is_of_one = len(self._devices) == self._hosts == 1
         padded = find_padded((self.args, self.kwargs))
         if padded is not None:
             padded.set_shapes()
             if tf.nest.flatten(padded.rows):
-                self._padded_rows = padded.rows
+                self._padded_rows, run.mode = padded.rows, Mode.PADDED
                 self.step = step_on_padded_batch(self.fn, self.step, self.model, run)
             else:
                 self.args = without_padding(self.args)
@@ -122,7 +122,7 @@ class StepCall:
                 arguments, run, self._devices, self._hosts
             )
             self._has_dynamic_rows = True
-        elif any(isinstance(count, int) and not count for count in run.counts or ()):
+        elif run.batch.may_have_empty_replicas:
             # With static zero rows Keras builds less than on other replicas.
             self._has_dynamic_rows = True
         return run
@@ -188,7 +188,7 @@ class StepCall:
     def own_rows_of(self, result: Any) -> Any:
         if not self.is_prediction:
             return result
-        if self.run.padding:
+        if self.run.mode is Mode.PADDED:
             result = trim_rows(result, self._padded_rows)
         return drop_dummy_rows(result, self.run)
 

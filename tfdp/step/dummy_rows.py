@@ -3,7 +3,7 @@
 A short batch leaves replicas without rows, and programs fail on zero rows: oneDNN's
 convolutions refuse them, Keras treats a first axis of 0 as no axis, a mean over them is
 NaN. So while a step of a Keras model runs, such a replica gets a copy of the first row
-of replica 0. `ReplicaRun.counts` still counts 0 rows, and its results are excluded:
+of replica 0. `Batch.counts` still counts 0 rows, and its results are excluded:
 
     loss                its gradients are 0
     sums over replicas  it adds 0: denominators, synchronized statistics
@@ -33,13 +33,13 @@ from tfdp.lint.registry import register_exchanged
 from tfdp.seams.replace import Override, around, instance_attributes
 from tfdp.sharding.variables import ShardedVariable, shard_kind
 from tfdp.tracing.keras_steps import as_tensors, is_stock_step, name_of_step
-from tfdp.tracing.run import ReplicaRun, trace_of
+from tfdp.tracing.run import Step
 from tfdp.tracing.sample_counts import parts_by_replica
 from tfdp.tracing.state_checks import handles_of, is_of_all_replicas, linear_sources
 
 
 def add_dummy_rows(
-    arguments: Any, run: ReplicaRun, devices: Sequence[str], hosts: int = 1
+    arguments: Any, run: Step, devices: Sequence[str], hosts: int = 1
 ) -> Any:
     """`arguments` with at least one row for every replica, in cross-replica context.
 
@@ -51,7 +51,7 @@ def add_dummy_rows(
     Cost: with dynamic shapes, replica 0 sends each other replica its first row.
     """
     run.adds_dummy_rows = True
-    counts = run.counts
+    counts = run.batch.counts
     if counts is None or (len(counts) == 1 and hosts == 1):
         return arguments
     owns = [n > 0 for n in counts]
@@ -79,11 +79,11 @@ def add_dummy_rows(
     filled = _filled_on_host(arguments, owns, devices[0]) if in_one_memory else None
     if filled is None:
         filled = tf.nest.map_structure(fill, arguments, expand_composites=False)
-    run.batches = parts_by_replica(filled, len(counts))
+    run.take_parts(parts_by_replica(filled, len(counts)))
     return filled
 
 
-def drop_dummy_rows(outputs: Any, run: ReplicaRun) -> Any:
+def drop_dummy_rows(outputs: Any, run: Step) -> Any:
     """The replicas' `outputs` without dummy rows, in cross-replica context."""
     if run.owns_rows is None:
         return outputs
@@ -102,7 +102,7 @@ def drop_dummy_rows(outputs: Any, run: ReplicaRun) -> Any:
 
 
 def dummy_row_overrides(
-    step: Any, optimizers: Sequence[Any], run: ReplicaRun
+    step: Any, optimizers: Sequence[Any], run: Step
 ) -> Iterator[Override]:
     """With these, a model learns nothing from dummy rows: Keras' own `train_step`
     differentiates the result of `compute_loss`, which is set to 0; for other steps the
@@ -116,7 +116,7 @@ def dummy_row_overrides(
         yield Override(step.__self__, "compute_loss", around(_own_loss, run))
 
 
-def _own_loss(compute: Callable, run: ReplicaRun, *args: Any, **kwargs: Any) -> Any:
+def _own_loss(compute: Callable, run: Step, *args: Any, **kwargs: Any) -> Any:
     loss = compute(*args, **kwargs)
     return loss if loss is None else run.own_part(current_rank(), loss)
 
@@ -124,14 +124,14 @@ def _own_loss(compute: Callable, run: ReplicaRun, *args: Any, **kwargs: Any) -> 
 def _apply(
     apply: Callable,
     optimizer: Any,
-    run: ReplicaRun,
+    run: Step,
     gradients: Sequence[Any],
     trainable_variables: Any = None,
 ) -> Any:
     if run.is_updating:  # called by another optimizer, with reduced gradients
         return apply(gradients, trainable_variables)
     rank = current_rank()
-    stored = handles_of(run.local_state.get(trace_of(rank), {}).values(), rank)
+    stored = handles_of(run.trace(rank).local_state.values(), rank)
     own = as_tensors(gradients)
     built_with = trainable_variables or variables_built_with(optimizer)
     variables = list(built_with or [None] * len(own))
@@ -242,7 +242,7 @@ def row_like(part: Any) -> Any:
     return tf.ensure_shape(row, [1, *known])
 
 
-def with_real_gathers(step: Callable, run: ReplicaRun) -> Callable:
+def with_real_gathers(step: Callable, run: Step) -> Callable:
     """Wraps `step`: its `all_gather` along the first axis leaves dummy rows out."""
     if tf.executing_eagerly():
         return step
@@ -258,9 +258,7 @@ def with_real_gathers(step: Callable, run: ReplicaRun) -> Callable:
     return step_with_real_gathers
 
 
-def _gather(
-    context: Any, run: ReplicaRun, value: Any, axis: int, options: Any = None
-) -> Any:
+def _gather(context: Any, run: Step, value: Any, axis: int, options: Any = None) -> Any:
     original = type(context).all_gather.__get__(context)
     if axis == 0:
         _refuse_padding(run, value)
@@ -269,7 +267,7 @@ def _gather(
     return register_exchanged(tf.nest.map_structure(tf.identity, gathered))
 
 
-def _refuse_padding(run: ReplicaRun, value: Any) -> None:
+def _refuse_padding(run: Step, value: Any) -> None:
     padding = run.padding_of(current_rank())
     if padding is None:
         return
@@ -283,7 +281,7 @@ def _refuse_padding(run: ReplicaRun, value: Any) -> None:
             )
 
 
-def _own_rows(run: ReplicaRun, value: Any) -> Any:
+def _own_rows(run: Step, value: Any) -> Any:
     """`value` without dummy rows, if its length is dynamic, as that of rows is then."""
     has_axis = isinstance(value, tf.Tensor) and value.shape.rank != 0
     if not has_axis or value.shape[0] is not None or run.owns_rows is None:
@@ -292,7 +290,7 @@ def _own_rows(run: ReplicaRun, value: Any) -> Any:
     return value[: tf.shape(value)[0] * own]
 
 
-def with_unified_shapes(arguments: Any, run: ReplicaRun) -> Any:
+def with_unified_shapes(arguments: Any, run: Step) -> Any:
     """`arguments` with equal static shapes on all replicas, in cross-replica context.
 
     With static shapes replicas may have different numbers of rows (five on three are 2,
@@ -300,19 +298,20 @@ def with_unified_shapes(arguments: Any, run: ReplicaRun) -> Any:
     and gradients in a different order. Exchanges that belong to gradients (sharded
     weights, synchronized batch normalization, `all_reduce` in a layer) are paired by
     their order: they would add unrelated tensors, silently if shapes are equal. So
-    replicas with different rows are traced with dynamic shapes; `ReplicaRun.counts`
+    replicas with different rows are traced with dynamic shapes; `Step.counts`
     keeps the numbers.
 
     The rows of other hosts are not available while tracing, so with several hosts all
     rows are dynamic, as in most of Keras' batches.
     """
-    if tf.executing_eagerly() or run.counts is None:
+    counts = run.batch.counts
+    if tf.executing_eagerly() or counts is None:
         return arguments
-    may_differ = run.spans_hosts and not run.hosts_are_equal
-    if len(run.counts) == 1 and not may_differ:
+    may_differ = run.batch.spans_hosts and not run.batch.hosts_are_equal
+    if len(counts) == 1 and not may_differ:
         return arguments
     # Replicas without rows have a dummy row.
-    known = [max(n, 1) if isinstance(n, int) else None for n in run.counts]
+    known = [max(n, 1) if isinstance(n, int) else None for n in counts]
     forgotten = known if may_differ else []
 
     def unified(value: Any) -> Any:
@@ -326,7 +325,7 @@ def with_unified_shapes(arguments: Any, run: ReplicaRun) -> Any:
         return PerReplica(relaxed) if isinstance(value, PerReplica) else relaxed[0]
 
     relaxed = tf.nest.map_structure(unified, arguments, expand_composites=False)
-    run.batches = parts_by_replica(relaxed, len(run.counts))
+    run.take_parts(parts_by_replica(relaxed, len(counts)))
     return relaxed
 
 

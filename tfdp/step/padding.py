@@ -28,11 +28,11 @@ from tfdp.errors import ConfigurationError
 from tfdp.seams.replace import Override, instance_attributes
 from tfdp.tracing.keras_steps import is_predict_step, is_stock_step, name_of_step
 from tfdp.tracing.padded_batch import Padding, find_padded, without_padding
-from tfdp.tracing.run import ReplicaRun, trace_of
+from tfdp.tracing.run import Step
 
 
 def padding_overrides(
-    model: Any, run: ReplicaRun, made_metrics: Sequence[keras.metrics.Metric]
+    model: Any, run: Step, made_metrics: Sequence[keras.metrics.Metric]
 ) -> Iterator[Override]:
     """With these, the loss and metrics of `model` exclude padding rows."""
     if not isinstance(model, keras.Model):
@@ -65,7 +65,7 @@ def padding_overrides(
 
 
 def _on_padded_batch(
-    override: Callable, target: Any, run: ReplicaRun, plain: Callable
+    override: Callable, target: Any, run: Step, plain: Callable
 ) -> Callable:
     @functools.wraps(plain)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -78,7 +78,7 @@ def _on_padded_batch(
 
 
 def step_on_padded_batch(
-    fn: Callable, step: Callable, model: Any, run: ReplicaRun
+    fn: Callable, step: Callable, model: Any, run: Step
 ) -> Callable:
     """Wraps `step`, which runs instead of `fn`, for a padded batch."""
     if not isinstance(model, keras.Model) and not is_predict_step(fn):
@@ -92,7 +92,7 @@ def step_on_padded_batch(
     def step_on_rows(*args: Any, **kwargs: Any) -> Any:
         batch = find_padded((args, kwargs))
         padding = Padding.of(batch.rows)  # type: ignore[union-attr]
-        run.padding[trace_of(current_rank())] = padding
+        run.here.padding = padding
         result = step(*without_padding(args), **without_padding(kwargs))
         _check_step_weighs(fn, padding)
         return result

@@ -17,7 +17,7 @@ from tfdp._private.names import PerReplica
 from tfdp.errors import ConfigurationError
 from tfdp.lint.registry import is_of_graph
 from tfdp.lint.values import SELECTED, Term
-from tfdp.tracing.run import ReplicaRun, trace_of
+from tfdp.tracing.run import Step
 
 NO_ROWS = (
     "tfdp: {name} of the prediction is not one value for each row, and replicas have "
@@ -37,7 +37,7 @@ BUCKETS = 2**62
 
 def joined_outputs(
     outputs: Any,
-    run: ReplicaRun,
+    run: Step,
     strategy: tf.distribute.Strategy,
     of_all_hosts: Callable[[tf.Tensor], tf.Tensor],
     own_rows_of: Callable[[list[Any]], list[Any]],
@@ -107,7 +107,7 @@ def _mark(value: tf.Tensor) -> tf.Tensor:
         return tf.strings.to_hash_bucket_fast(tf.io.serialize_tensor(value), BUCKETS)
 
 
-def _has_rows(run: ReplicaRun, output: tf.Tensor) -> bool:
+def _has_rows(run: Step, output: tf.Tensor) -> bool:
     """Whether the first axis of the first replica's output is that of its rows; where
     that is unknown, whether it may be."""
     if not output.shape.rank:
@@ -118,7 +118,7 @@ def _has_rows(run: ReplicaRun, output: tf.Tensor) -> bool:
             return value.axes == (0,) and value.each != SELECTED
         if Term.REPLICATED in value.terms and not value.local:
             return False  # of variables, or of all replicas
-    batch = run.batches.get(trace_of(0), [])
+    batch = run.traces[0].batch
     rows, length = batch[0].shape[0] if batch else None, output.shape[0]
     if length is None:
         return True

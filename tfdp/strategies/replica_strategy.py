@@ -52,7 +52,7 @@ from tfdp.strategies.startup_checks import IdleOptions
 from tfdp.strategies.unused import note_used
 from tfdp.tracing import keras_steps
 from tfdp.tracing.padded_batch import without_padding
-from tfdp.tracing.run import ReplicaRun
+from tfdp.tracing.run import Step
 from tfdp.tracing.trace_order import describe_sum, one_trace
 
 
@@ -200,9 +200,9 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
             )
         self._warn_of_local_mean(call.model, call.fn, run)
         is_joined = call.is_prediction and self._replicas > 1
-        if not is_joined or self.compiles_steps or run.counts is None:
+        if not is_joined or self.compiles_steps or run.batch.counts is None:
             result = call.own_rows_of(result)
-            if is_joined and run.counts is None:
+            if is_joined and run.batch.counts is None:
                 result = keras_steps.rows_of_first_replica(result)
             return self._complete_result(call.fn, result)
         all_rows = functools.partial(self._complete_result, call.fn)
@@ -210,7 +210,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         return joined_outputs(result, run, self, of_all_hosts, own, all_rows)
 
     @contextlib.contextmanager
-    def _as_current(self, run: ReplicaRun) -> Iterator[None]:
+    def _as_current(self, run: Step) -> Iterator[None]:
         outer, self.extended.current_run = self.extended.current_run, run
         try:
             yield
@@ -327,7 +327,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         """Sums a vector of a step's logs over the hosts; None: there is one host."""
         return None
 
-    def _complete_run(self, run: ReplicaRun) -> None:
+    def _complete_run(self, run: Step) -> None:
         """Adds other hosts' sample counts, before the replicas run."""
 
     def _of_all_hosts(self, vector: tf.Tensor) -> tf.Tensor:
@@ -338,7 +338,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         """Adds other hosts' rows, after the replicas ran."""
         return result
 
-    def _warn_of_local_mean(self, model: Any, step: Any, run: ReplicaRun) -> None:
+    def _warn_of_local_mean(self, model: Any, step: Any, run: Step) -> None:
         is_model = isinstance(model, keras.Model)
         name = model.name if is_model else None
         fn = model if model is not None else getattr(step, "__func__", step)
@@ -402,10 +402,9 @@ class OneThread:
 _warned: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def warn_of_same_rows(strategy: Any, arguments: Any, run: ReplicaRun) -> None:
+def warn_of_same_rows(strategy: Any, arguments: Any, run: Step) -> None:
     """Warns, once per strategy, if an optimizer trained on rows that replicas share."""
-    # `updates` has an entry for each replica on which an optimizer ran.
-    if run.replicas == 1 or not run.updates or strategy in _warned:
+    if run.replicas == 1 or not run.has_updated or strategy in _warned:
         return
     values = tf.nest.flatten(arguments)
     if any(isinstance(value, tf.distribute.DistributedValues) for value in values):
