@@ -27,13 +27,6 @@ from tfdp.step.buffer_synchronization import (
     warn_about_written,
     with_synchronized_buffers,
 )
-from tfdp.step.dummy_rows import (
-    add_dummy_rows,
-    drop_dummy_rows,
-    dummy_row_overrides,
-    with_real_gathers,
-    with_unified_shapes,
-)
 from tfdp.step.find_optimizers import optimizers_of
 from tfdp.step.finite_guard import FiniteGuard
 from tfdp.step.jit import jitted_train_step
@@ -41,15 +34,28 @@ from tfdp.step.losses import added_loss_overrides, reduction_overrides
 from tfdp.step.metric_state import warn_if_rows_counted, warn_if_steps_counted
 from tfdp.step.observers import NoiseProbe, StepMeter, observers_of
 from tfdp.step.optimizers import optimizer_overrides
-from tfdp.step.padding import padding_overrides, step_on_padded_batch
 from tfdp.step.reports import NotedResults, recorded, report_overrides
+from tfdp.step.rows import (
+    dummy_row_overrides,
+    padding_overrides,
+    step_on_padded_batch,
+    with_real_gathers,
+)
 from tfdp.step.table_rows import read_in_place
 from tfdp.tracing.effect_order import operations
 from tfdp.tracing.keras_steps import is_predict_step, name_of_step
 from tfdp.tracing.loss_checks import find_faults_of_losses
-from tfdp.tracing.padded_batch import find_padded, trim_rows, without_padding
+from tfdp.tracing.rows import (
+    Batch,
+    add_dummy_rows,
+    find_padded,
+    real_counts,
+    trim_rows,
+    with_unified_shapes,
+    without_dummy_rows,
+    without_padding,
+)
 from tfdp.tracing.run import Mode, Step
-from tfdp.tracing.sample_counts import step_of
 
 
 class StepCall:
@@ -85,8 +91,7 @@ class StepCall:
         """The rows of this process's replicas without padding; None: unknown."""
         counts: Any = self.run.batch.counts
         if self._padded_rows is not None:
-            parts = getattr(self._padded_rows, "values", [self._padded_rows])
-            counts = [tf.reduce_sum(tf.cast(part > 0, tf.int32)) for part in parts]
+            counts = real_counts(self._padded_rows)
         if counts is None or all(isinstance(n, int) for n in counts):
             return None if counts is None else sum(counts)
         return tf.add_n([tf.cast(n, tf.int32) for n in counts])
@@ -105,7 +110,8 @@ class StepCall:
         if self.is_reported and len(self._devices) > 1:
             self.args = in_parts(self.args, self._devices)
         arguments = (self.args, self.kwargs or {})
-        self.run = run = step_of(arguments, len(self._devices))
+        batch = Batch.of(arguments, len(self._devices))
+        self.run = run = Step(len(self._devices), batch)
         run.is_of_one = len(self._devices) == self._hosts == 1
         padded = find_padded((self.args, self.kwargs))
         if padded is not None:
@@ -117,21 +123,28 @@ class StepCall:
                 self.args = without_padding(self.args)
                 self.kwargs = without_padding(self.kwargs)
         elif not self._is_compiled and (self.is_step or self.is_prediction):
-            arguments = (self.args, self.kwargs)
-            self.args, self.kwargs = add_dummy_rows(
-                arguments, run, self._devices, self._hosts
-            )
+            self._add_dummy_rows(run)
             self._has_dynamic_rows = True
         elif run.batch.may_have_empty_replicas:
             # With static zero rows Keras builds less than on other replicas.
             self._has_dynamic_rows = True
         return run
 
+    def _add_dummy_rows(self, run: Step) -> None:
+        run.adds_dummy_rows = True
+        given, counts = (self.args, self.kwargs), run.batch.counts
+        (self.args, self.kwargs), rows = add_dummy_rows(
+            given, counts, self._devices, self._hosts
+        )
+        for trace, own in zip(run.traces, rows, strict=True):
+            trace.rows = own
+
     def unify_shapes(self) -> None:
         """Makes row counts dynamic where replicas or hosts have different ones."""
-        if self._has_dynamic_rows:
+        if self._has_dynamic_rows and not tf.executing_eagerly():
             arguments = (self.args, self.kwargs)
-            self.args, self.kwargs = with_unified_shapes(arguments, self.run)
+            self.args, self.kwargs = with_unified_shapes(arguments, self.run.batch)
+        self.run.take_batch((self.args, self.kwargs))
 
     @contextlib.contextmanager
     def leading(
@@ -190,7 +203,7 @@ class StepCall:
             return result
         if self.run.mode is Mode.PADDED:
             result = trim_rows(result, self._padded_rows)
-        return drop_dummy_rows(result, self.run)
+        return without_dummy_rows(result, [one.rows for one in self.run.traces])
 
 
 def loss_overrides(model: Any, guard: FiniteGuard | None) -> Iterator[Override]:

@@ -40,7 +40,7 @@ from tfdp.tracing.loss_checks import (
     warn_about_weighted_number,
 )
 from tfdp.tracing.loss_shares import LossShares, Standing
-from tfdp.tracing.padded_batch import Padding
+from tfdp.tracing.rows import Rows
 from tfdp.tracing.run import Mode, Step
 
 WEIGHTS_CANCEL = (
@@ -99,11 +99,7 @@ class ReplicaLosses:
         if is_share(self._shares, value, "add_loss"):
             return self._unchanged(value)
         _note_penalty(run, rank)
-        padding = run.padding_of(rank)
-        if padding is None:
-            fraction = _share_of_rows(run, rank)
-        else:
-            fraction = padding.count / padding.total
+        fraction = _share_of_rows(run, rank)
         return _product(value, self._shares.factor(fraction, value.dtype))
 
     def reported(self, value: Any) -> Any:
@@ -122,13 +118,14 @@ class ReplicaLosses:
 
     def _fraction(self, loss: MeanLoss) -> Any:
         """D_r / D."""
-        run, rank, padding = self._run, self._rank, self._run.padding_of(self._rank)
-        if padding is not None:
+        run, rank, trace = self._run, self._rank, self._run.trace(self._rank)
+        rows = trace.rows
+        if rows.is_padded:
             is_masked = loss.mask is not None
-            is_global = not loss.is_by_weights or padding.has_user_weights or is_masked
+            is_global = not loss.is_by_weights or trace.has_user_weights or is_masked
             if _weight_denominator(loss) is None or not is_global:
                 _note_mean_of_rows(run, rank)
-                return _fraction_of_rows(loss, padding)
+                return _fraction_of_rows(loss, rows)
         denominator = _own_denominator(run, rank, loss)
         if denominator is None:
             _note_mean_of_rows(run, rank)
@@ -136,11 +133,11 @@ class ReplicaLosses:
         denominator = _not_cancelled(denominator, loss)
         denominator = tf.stop_gradient(tf.cast(denominator, tf.float32))
         # Dummy rows count neither in the numerator nor in the denominator.
-        denominator = run.own_part(rank, denominator)
+        denominator = rows.part(denominator)
         counted = denominator
-        if padding is not None and not loss.is_by_weights:
+        if rows.is_padded and not loss.is_by_weights:
             mask = tf.cast(loss.mask, tf.float32)
-            counted = tf.reduce_sum(mask * padding.weights(mask.shape.rank))
+            counted = tf.reduce_sum(mask * rows.weights(mask.shape.rank))
         total = self._sum_over_replicas(counted, rank)
         _note_total(run, rank, total, loss)
         return tf.math.divide_no_nan(denominator, total)
@@ -233,13 +230,13 @@ def _not_cancelled(denominator: tf.Tensor, loss: MeanLoss) -> tf.Tensor:
         return tf.identity(denominator)
 
 
-def _fraction_of_rows(loss: MeanLoss, padding: Padding) -> tf.Tensor:
+def _fraction_of_rows(loss: MeanLoss, rows: Rows) -> tf.Tensor:
     """D_r / D if both are numbers of rows. Keras divided the valid rows' losses by all
     rows, or by the sum of the rows' weights."""
     if not loss.is_by_weights:
-        return padding.rows / padding.total
-    entries = tf.size(loss.values) // padding.rows
-    return padding.count / (padding.total * tf.cast(entries, tf.float32))
+        return rows.size / rows.total
+    entries = tf.size(loss.values) // rows.size
+    return rows.count / (rows.total * tf.cast(entries, tf.float32))
 
 
 def _weight_denominator(loss: MeanLoss) -> Any:

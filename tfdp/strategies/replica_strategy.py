@@ -51,7 +51,7 @@ from tfdp.strategies.scope import adopt_state
 from tfdp.strategies.startup_checks import IdleOptions
 from tfdp.strategies.unused import note_used
 from tfdp.tracing import keras_steps
-from tfdp.tracing.padded_batch import without_padding
+from tfdp.tracing.rows import without_padding
 from tfdp.tracing.run import Step
 from tfdp.tracing.trace_order import describe_sum, one_trace
 

@@ -17,14 +17,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp._private.names import current_rank, in_compiled_function
+from tfdp._private.names import current_rank
 from tfdp.exchange.engine import current_exchange_name
 from tfdp.lint.analysis import Analysis
 from tfdp.lint.findings import Findings
 from tfdp.lint.registry import is_of_graph, key_of
 from tfdp.lint.values import PART_OF_ROWS, ROW_SOURCE, Value
 from tfdp.tracing.loss_shares import LossShares
-from tfdp.tracing.padded_batch import Padding
+from tfdp.tracing.rows import Batch, Rows, parts_of_batch
 from tfdp.tracing.trace_order import EagerOrder
 
 
@@ -41,45 +41,6 @@ class Mode(enum.Enum):
     PADDED = "padded"
 
 
-@dataclass(frozen=True)
-class Batch:
-    """The numbers of samples of a step.
-
-    Args:
-      counts: the samples of each replica of this process: Python integers where shapes
-        are static, else scalar int32 tensors; None when no batch was passed in.
-      total: their sum over all hosts.
-      spans_hosts: whether other hosts have replicas of this step.
-      hosts_are_equal: whether every host certainly has the same number of rows.
-      has_tensors: whether the replicas were given any tensor.
-      sparse_parts: the tensors that ragged and sparse parts of the batch consist of.
-    """
-
-    counts: tuple[Any, ...] | None = None
-    total: Any = None
-    spans_hosts: bool = False
-    hosts_are_equal: bool = False
-    has_tensors: bool = False
-    sparse_parts: tuple[tf.Tensor, ...] = ()
-
-    @property
-    def is_even(self) -> bool:
-        """Whether every replica certainly has the same number of samples."""
-        if self.counts is None:
-            return True
-        # The shapes of other hosts are not available here.
-        return (
-            not self.spans_hosts
-            and all(isinstance(n, int) for n in self.counts)
-            and len(set(self.counts)) == 1
-        )
-
-    @property
-    def may_have_empty_replicas(self) -> bool:
-        """Whether the static shapes leave a replica of this process without rows."""
-        return any(isinstance(n, int) and n == 0 for n in self.counts or ())
-
-
 class Trace:
     """What one replica does while its graph is built; on TPU, where one graph serves
     all replicas, what each of them does."""
@@ -88,8 +49,11 @@ class Trace:
         self._step, self.rank = step, rank
         #: The tensors of the replica's batch.
         self.batch: list[tf.Tensor] = []
-        #: The valid rows of a batch padded to a fixed size.
-        self.padding: Padding | None = None
+        #: Which of its rows are real.
+        self.rows = Rows()
+        #: Of a padded batch: whether a loss was computed that excludes the padding, and
+        #: whether that also has sample weights of the program's.
+        self.loss_is_weighted = self.has_user_weights = False
         #: Whether layers summed over replicas: then a value of this replica gets
         #: gradients from other replicas' losses.
         self.is_mixed = False
@@ -167,13 +131,8 @@ class Step:
 
     #: Whether a replica without rows would get a dummy row, on every host.
     adds_dummy_rows: bool = False
-    #: By replica: whether its rows are real; None when no replica has a dummy row.
-    owns_rows: list[Any] | None = None
     #: Whether the loss of dummy rows, and with it its gradients, is 0.
     loss_is_own: bool = False
-    #: Whether a dummy row may be synthetic: the model may turn it into NaN, and 0 times
-    #: NaN is not 0.
-    has_synthetic_rows: bool = False
 
     #: Whether buffers that are still local are synchronized at the end of the step.
     synchronizes_at_end: bool = False
@@ -206,10 +165,13 @@ class Step:
         """The trace of `rank`; on TPU, where ranks are tensors, the only one."""
         return self.traces[rank if isinstance(rank, int) else 0]
 
-    def take_parts(self, parts: Sequence[list[tf.Tensor]]) -> None:
-        """Stores the tensors of each replica's batch."""
-        for trace, batch in zip(self.traces, parts, strict=True):
-            trace.batch = batch
+    def take_batch(self, arguments: Any) -> None:
+        """Stores the tensors of each replica's batch, of nested per-replica values."""
+        batch, _ = parts_of_batch(arguments, len(self.traces))
+        for trace in self.traces:
+            # The inner values of ragged and sparse tensors have other rows.
+            own = [parts[trace.rank] for parts in batch]
+            trace.batch = [part for part in own if isinstance(part, tf.Tensor)]
 
     @property
     def here(self) -> Trace:
@@ -241,9 +203,9 @@ class Step:
 
     def count_of(self, rank: Any) -> Any:
         """n_r: the samples of `rank`; 1 for each when no batch was passed in."""
-        padding, counts = self.padding_of(rank), self.batch.counts
-        if padding is not None:
-            return padding.count
+        rows, counts = self.trace(rank).rows, self.batch.counts
+        if rows.is_padded:
+            return rows.count
         if counts is None:
             return 1
         if isinstance(rank, int):
@@ -252,12 +214,8 @@ class Step:
 
     def total_of(self, rank: Any) -> Any:
         """N: the samples of all replicas; None when no batch was passed in."""
-        padding = self.padding_of(rank)
-        return self.batch.total if padding is None else padding.total
-
-    def padding_of(self, rank: Any) -> Padding | None:
-        """The padding of the replica's batch; None when it was not padded."""
-        return self.trace(rank).padding
+        rows = self.trace(rank).rows
+        return rows.total if rows.is_padded else self.batch.total
 
     def share_of(self, rank: Any, dtype: tf.DType = tf.float32) -> tf.Tensor:
         """n_r / N, a scalar."""
@@ -299,52 +257,35 @@ class Step:
         """How many replicas step together."""
         return self.replicas if self.groups is None else len(self.groups[0])
 
-    def has_own_rows(self, rank: Any) -> Any:
-        """Whether `rank` computes on real rows; a boolean, or a scalar tensor."""
-        return True if self.owns_rows is None else self.owns_rows[rank]
+    @property
+    def has_dummy_rows(self) -> bool:
+        """Whether a replica of this process may compute on a dummy row."""
+        return any(trace.rows.present is not True for trace in self.traces)
 
     def own_part(self, rank: Any, value: Any) -> Any:
         """`value`, or 0 (or no slices) where it was computed from a dummy row."""
-        own = self.has_own_rows(rank)
-        if own is True:
-            return value
-        if isinstance(value, tf.IndexedSlices):
-            count = tf.shape(value.indices)[0] * tf.cast(own, tf.int32)
-            return tf.IndexedSlices(
-                value.values[:count], value.indices[:count], value.dense_shape
-            )
-        value = tf.convert_to_tensor(value)
-        # Not times 0: a value of a dummy row may be infinite.
-        return tf.where(own, value, tf.zeros_like(value))
+        return self.trace(rank).rows.part(value)
 
     def is_own_gradient(self, rank: Any, gradient: Any) -> bool:
         """Whether dummy rows certainly contribute nothing to it; the usual case."""
-        if isinstance(gradient, tf.IndexedSlices) or self.has_synthetic_rows:
+        trace = self.trace(rank)
+        if isinstance(gradient, tf.IndexedSlices) or trace.rows.may_be_synthetic:
             return False
-        return self.loss_is_own and not self.trace(rank).is_mixed
+        return self.loss_is_own and not trace.is_mixed
 
     def own_gradient(self, rank: Any, gradient: Any) -> Any:
         """`gradient` without the contribution of dummy rows."""
-        own = self.has_own_rows(rank)
-        if own is True or self.is_own_gradient(rank, gradient):
+        if self.is_own_gradient(rank, gradient):
             return gradient
-        if (
-            self.has_synthetic_rows
-            and tf.is_tensor(own)
-            and isinstance(gradient, tf.Tensor)
-        ):
-            return kept_if(own, gradient)
-        return self.own_part(rank, gradient)
+        return self.trace(rank).rows.part_of_gradient(gradient)
 
     def parts_to_sum(self, rank: Any, values: Any) -> Any:
         """`values` without dummy rows, for a sum over replicas in a layer or loss."""
         trace = self.trace(rank)
-        if self.owns_rows is None or trace.sums_own_parts:
+        if not self.has_dummy_rows or trace.sums_own_parts:
             return values
         trace.is_mixed = True
-        return tf.nest.map_structure(
-            lambda value: self.own_part(rank, value), values, expand_composites=False
-        )
+        return tf.nest.map_structure(trace.rows.part, values, expand_composites=False)
 
     @contextlib.contextmanager
     def summing_own_parts(self, rank: Any) -> Iterator[None]:
@@ -450,22 +391,6 @@ def current_run() -> tuple[Step, int] | None:
         return None
     run = getattr(tf.distribute.get_strategy().extended, "current_run", None)
     return None if run is None else (run, current_rank())
-
-
-# Below this a branch costs more tracing time (milliseconds) than one read and write of
-# the tensor per step. (Hand-built Switch and Merge cost neither, but such steps hang.)
-LEAST_BRANCH_BYTES = 1 << 20
-
-
-def kept_if(condition: Any, value: tf.Tensor) -> tf.Tensor:
-    """`value` where the scalar `condition` holds, else zeros; large values by a branch,
-    so that they are not copied."""
-    if tf.executing_eagerly():
-        return value if condition else tf.zeros_like(value)
-    size_bytes = (value.shape.num_elements() or 0) * value.dtype.size
-    if size_bytes < LEAST_BRANCH_BYTES or in_compiled_function():
-        return tf.where(condition, value, tf.zeros_like(value))
-    return tf.cond(condition, lambda: value, lambda: tf.zeros_like(value))
 
 
 def name_of_gradient() -> str:
