@@ -40,7 +40,7 @@ def joined_outputs(
     run: Step,
     strategy: tf.distribute.Strategy,
     of_all_hosts: Callable[[tf.Tensor], tf.Tensor],
-    own_rows_of: Callable[[list[Any]], list[Any]],
+    real_rows_of: Callable[[list[Any]], list[Any]],
     rows_of_all_hosts: Callable[[list[Any]], list[Any]],
 ) -> Any:
     """`outputs` such that Keras joins them to what one device returns.
@@ -48,7 +48,7 @@ def joined_outputs(
     Args:
       outputs: nested per-replica tensors, in cross-replica context.
       of_all_hosts, rows_of_all_hosts: join vectors, and rows.
-      own_rows_of: removes padding and dummy rows.
+      real_rows_of: removes padding and dummy rows.
 
     Raises:
       ConfigurationError: in eager mode, if they cannot be joined. In graphs a check
@@ -71,7 +71,7 @@ def joined_outputs(
             with_rows.append(place)
         else:
             (leaves[place],) = checked(place, parts[:1], parts, parts, NO_ROWS)
-    rows = own_rows_of([leaves[place] for place in with_rows])
+    rows = real_rows_of([leaves[place] for place in with_rows])
     for number, place in enumerate(with_rows):
         parts = parts_of(rows[number])
         if _are_dense(parts) and not _are_of_one_size(parts):

@@ -27,7 +27,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp._private.functions import library_code
 from tfdp._private.keras_models import (
     layers_within,
     loss_trackers,
@@ -86,37 +85,28 @@ def _apply(
     own = as_tensors(gradients)
     built_with = trainable_variables or variables_built_with(optimizer)
     variables = list(built_with or [None] * len(own))
-    places = []
     for place, (gradient, variable) in enumerate(zip(own, variables, strict=True)):
         # Gradients of sharded variables were reduced already, without dummy rows.
         is_sum = variable is not None and shard_kind(variable) is ShardedVariable
         if gradient is None or is_sum or run.is_own_gradient(rank, gradient):
             continue
-        # Accumulators of the step hold gradients of earlier, real rows.
-        if not linear_sources(run, rank, [gradient], stored):
-            places.append(place)
-    for place in places:
-        # What a step has summed over replicas itself depends on the rows of all.
-        if not is_of_all_replicas(run, rank, own[place]):
-            own[place] = run.own_gradient(rank, own[place])
+        # Accumulators of the step hold gradients of earlier, real rows; and what it has
+        # summed over replicas itself depends on the rows of all.
+        is_of_others = linear_sources(run, rank, [gradient], stored)
+        if not (is_of_others or is_of_all_replicas(run, rank, gradient)):
+            own[place] = run.own_gradient(rank, gradient)
     with run.summing_own_parts(rank):
         return apply(own, trainable_variables)
 
 
-def with_real_gathers(step: Callable, run: Step) -> Callable:
-    """Wraps `step`: its `all_gather` along the first axis leaves dummy rows out."""
-    if tf.executing_eagerly():
-        return step
-
-    @library_code
-    @functools.wraps(step)
-    def step_with_real_gathers(*args: Any, **kwargs: Any) -> Any:
-        context = tf.distribute.get_replica_context()
-        gather = {"all_gather": functools.partial(_gather, context, run)}
-        with instance_attributes(context, gather):
-            return step(*args, **kwargs)
-
-    return step_with_real_gathers
+@contextlib.contextmanager
+def gathering_real_rows(run: Step) -> Iterator[None]:
+    """Within this, `all_gather` of a replica, along the first axis, leaves dummy rows
+    out."""
+    context = tf.distribute.get_replica_context()
+    gather = functools.partial(_gather, context, run)
+    with instance_attributes(context, {"all_gather": gather}):
+        yield
 
 
 def _gather(context: Any, run: Step, value: Any, axis: int, options: Any = None) -> Any:

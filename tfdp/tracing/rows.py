@@ -74,18 +74,6 @@ class Batch:
         return cls(counts, total, has_tensors=has_tensors, sparse_parts=sparse_parts)
 
     @property
-    def is_even(self) -> bool:
-        """Whether every replica certainly has the same number of samples."""
-        if self.counts is None:
-            return True
-        # The shapes of other hosts are not available here.
-        return (
-            not self.spans_hosts
-            and all(isinstance(n, int) for n in self.counts)
-            and len(set(self.counts)) == 1
-        )
-
-    @property
     def may_have_empty_replicas(self) -> bool:
         """Whether the static shapes leave a replica of this process without rows."""
         return any(isinstance(n, int) and n == 0 for n in self.counts or ())

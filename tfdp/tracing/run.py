@@ -199,7 +199,12 @@ class Step:
     @property
     def is_even(self) -> bool:
         """Whether every replica certainly has the same number of samples."""
-        return self.mode is not Mode.PADDED and self.batch.is_even
+        counts = self.batch.counts
+        if self.mode is Mode.PADDED or counts is None:
+            return self.mode is not Mode.PADDED
+        # The shapes of other hosts are not available here.
+        is_static = all(isinstance(n, int) for n in counts)
+        return not self.batch.spans_hosts and is_static and len(set(counts)) == 1
 
     def count_of(self, rank: Any) -> Any:
         """n_r: the samples of `rank`; 1 for each when no batch was passed in."""
@@ -227,8 +232,6 @@ class Step:
 
     def share_in_group(self, rank: Any) -> tf.Tensor:
         """n_r / N_g: the replica's fraction of its group's samples."""
-        if self.groups is None:
-            return self.share_of(rank)
         if self.is_even:
             return tf.constant(self.even_share)
         return tf.math.divide_no_nan(
