@@ -19,7 +19,7 @@ from tfdp.lint.registry import register
 from tfdp.lint.values import ROW_SOURCE
 from tfdp.tracing.loss_checks import is_share, warn_about_loss
 from tfdp.tracing.loss_shares import Standing
-from tfdp.tracing.run import current_run, trace_of
+from tfdp.tracing.run import current_run
 
 __all__ = ["all_rows", "local_mean", "local_sum", "own_rows"]
 
@@ -146,7 +146,7 @@ def own_rows(values: Any, like: Any) -> Any:
     found = current_run()
     # In eager mode, dummy rows are gathered as well.
     is_overridden = found is not None and not tf.executing_eagerly()
-    own = found[0].has_own_rows(found[1]) if is_overridden else True  # type: ignore[index]
+    own = found[0].here.rows.present if is_overridden else True  # type: ignore[index]
     rows = tf.shape(like)[0]
     # A dummy row of this replica is not among those of all.
     own_count = rows * tf.cast(own, rows.dtype)
@@ -312,11 +312,11 @@ def _as_tensor(function: str, loss: Any) -> tf.Tensor:
 
 def _shares(run: Any, rank: Any) -> Any:
     """The losses that a replica has scaled so far; refuses padded batches."""
-    if run.padding_of(rank) is not None:
+    if run.trace(rank).rows.is_padded:
         raise ConfigurationError(
             "This batch was padded to a fixed size, and a custom loss counts the "
             "padding. Use self.compute_loss(x=x, y=y, y_pred=y_pred), which leaves it "
             "out, or batches of one size (drop_remainder=True)."
         )
-    run.scaled_losses.add(trace_of(rank))
-    return run.shares[trace_of(rank)]
+    run.has_scaled_losses = True
+    return run.trace(rank).shares

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdp.step.dummy_rows import row_like
+from tfdp.tracing.rows import row_like
 
 NONE = np.zeros([0], "int64")
 

@@ -11,7 +11,8 @@ from keras import layers
 
 import tfdp
 from tests.support.parity import make_strategy
-from tfdp.tracing.run import ReplicaRun
+from tfdp.tracing.rows import Rows
+from tfdp.tracing.run import Step
 
 ROWS = 9
 BATCH = 8
@@ -374,7 +375,8 @@ def test_ways_to_run_do_not_notice_replicas_without_rows(options):
 
 def test_a_sum_within_a_sum_of_own_parts_does_not_end_it():
     """An optimizer that sums own parts assigns variables, which do so, too."""
-    run, value = ReplicaRun(2, owns_rows=[True, False]), tf.ones([2])
+    run, value = Step(2), tf.ones([2])
+    run.traces[1].rows = Rows(present=False)
     with run.summing_own_parts(1):
         with run.summing_own_parts(1):
             pass

@@ -41,9 +41,9 @@ def test_a_program_that_is_right():
 @pytest.mark.parametrize("fault", ["equal_shares", "a_replica_dropped", "not_a_number"])
 def test_a_planted_fault(fault, monkeypatch):
     from tfdp.exchange import send_receive
-    from tfdp.tracing.run import ReplicaRun
+    from tfdp.tracing.run import Step
 
-    monkeypatch.setattr(ReplicaRun, "share_of", ReplicaRun.share_of)
+    monkeypatch.setattr(Step, "share_of", Step.share_of)
     monkeypatch.setattr(send_receive, "sum_in_order", send_receive.sum_in_order)
     FAULTS[fault]()
     verdict = judge(UNEVEN)

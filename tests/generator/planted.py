@@ -10,9 +10,9 @@ import tensorflow as tf
 
 def equal_shares():
     """Every replica's loss counts alike, however many rows it has."""
-    from tfdp.tracing.run import ReplicaRun
+    from tfdp.tracing.run import Step
 
-    ReplicaRun.share_of = lambda run, rank: tf.constant(1.0 / run.replicas)
+    Step.share_of = lambda run, rank: tf.constant(1.0 / run.replicas)
 
 
 def a_replica_dropped():

@@ -103,7 +103,7 @@ def words_model(*behind_the_mean):
     mean = keras.layers.GlobalAveragePooling1D()(embedded)
     for layer in behind_the_mean:
         mean = layer(mean)
-    # Large enough for a branch (`tfdp.tracing.run`); the last layer is not.
+    # Large enough for a branch (`tfdp.tracing.rows`); the last layer is not.
     hidden = keras.layers.Dense(520, "tanh")(mean)
     return keras.Model(words, keras.layers.Dense(4)(hidden))
 

@@ -14,9 +14,10 @@ import tensorflow as tf
 
 from tfdp._private import names
 from tfdp.data.same_batches import BatchRecord, new_dataset_name, no_rows, same_batches
-from tfdp.data.split import has_rows, length_of, rows_between
+from tfdp.data.split import has_rows, length_of
 from tfdp.hosts.host_link import HostLink
 from tfdp.hosts.python_calls import counted
+from tfdp.tracing.rows import rows_between
 
 OVER = "over"  # a host adds this to its number of elements when it has no more
 

@@ -10,7 +10,7 @@ from tfdp._private.batch_stages import rows_of_batches
 from tfdp._private.keras_calls import batch_size_of_caller
 from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError, DataError
-from tfdp.tracing.padded_batch import PaddedBatch
+from tfdp.tracing.rows import PaddedBatch
 
 
 def check_pad_batches(value: Any) -> bool | int:

@@ -17,6 +17,7 @@ from tfdp._private.batch_stages import is_zip_of_batches
 from tfdp._private.names import NoneTensorSpec, PerReplica
 from tfdp.data.keras_input import NoElement
 from tfdp.errors import DataError
+from tfdp.tracing.rows import rows_between
 
 ADVICE = (
     "A strategy splits every element of a batch along its first axis. If the dataset "
@@ -190,18 +191,6 @@ def length_of(part: Any) -> tf.Tensor:
     if isinstance(part, tf.SparseTensor):
         return tf.cast(part.dense_shape[0], tf.int64)
     return tf.shape(part, out_type=tf.int64)[0]
-
-
-def rows_between(part: Any, start: tf.Tensor | int, stop: tf.Tensor | int) -> Any:
-    """The rows from `start` to `stop`."""
-    if not isinstance(part, tf.SparseTensor):
-        return part[start:stop]
-    first = tf.concat([[start], tf.zeros_like(part.dense_shape[1:])], axis=0)
-    size = tf.concat([[stop - start], part.dense_shape[1:]], axis=0)
-    rows = tf.sparse.slice(part, first, size)
-    # Layers are built from the static length of rows, which a slice loses.
-    rows.set_shape([None, *part.shape[1:]])
-    return rows
 
 
 def has_rows(part: Any) -> bool:

@@ -27,7 +27,7 @@ from tfdp.sharding.variables import (
     check_whole_gradient,
     shard_update,
 )
-from tfdp.tracing.run import name_of_gradient, trace_of
+from tfdp.tracing.run import name_of_gradient
 
 SHARD_CLASSES = (ShardedVariable, ShardUpdatedVariable)
 
@@ -58,7 +58,6 @@ class ShardUpdates:
         self._is_offloading = sharding.offloads
         self._updates_on_host = sharding.offloads
         # By trace: replicas may share a graph, and each has its own views.
-        self._views: dict[int, dict[int, ShardView]] = {}
 
     def class_of(self, kwargs: dict[str, Any], value: tf.Tensor) -> type | None:
         """The class of a variable about to be created; None: it is not sharded."""
@@ -176,7 +175,7 @@ class ShardUpdates:
                 context = tf.distribute.get_replica_context()
                 total = context.all_reduce("SUM", upstream)
                 own = shard_of(total, layout, self.part_of(rank))
-            run.shard_gradients[trace_of(rank)][key_of(own)] = own
+            run.trace(rank).shard_gradients[key_of(own)] = own
             register(own, Value(terms=frozenset({Term.SHARD})))
             return own
 
@@ -262,7 +261,7 @@ class ShardUpdates:
         if isinstance(variable, ShardedVariable):
             return variable.shard(rank)
         graph = tf.compat.v1.get_default_graph()
-        views = self._views.setdefault(trace_of(rank), {})
+        views = self._strategy.extended.current_run.trace(rank).shard_views
         view = views.get(id(variable))
         if view is None or (view.graph is not graph and not view.is_assigned):
             view = ShardView(
@@ -274,8 +273,9 @@ class ShardUpdates:
     def gather_updated(self) -> None:
         """Copies the shards that the replicas assigned into all copies."""
         rank = names.current_rank()
-        seen = self._views.pop(trace_of(rank), {})
-        views = [view for view in seen.values() if view.is_assigned]
+        trace = self._strategy.extended.current_run.trace(rank)
+        views = [view for view in trace.shard_views.values() if view.is_assigned]
+        trace.shard_views = {}
         if not views:
             return
         wholes = self.reducer.all_gather(
@@ -283,9 +283,6 @@ class ShardUpdates:
         )
         for view, whole in zip(views, wholes, strict=True):
             self._strategy.extended.update_own_copy(view.variable, _assign, whole)
-
-    def forget_views(self) -> None:
-        self._views = {}
 
     def update_across(
         self, variable: names.DistributedVariable, fn: Callable, args: Any, kwargs: Any

@@ -7,34 +7,19 @@ replicas, and their copies would diverge.
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
-from tfdp._private.functions import library_code
 
-
-@contextlib.contextmanager
-def batch_first(step: Callable, arguments: Any) -> Iterator[Callable]:
-    """Within this, the yielded step waits for the batch of all replicas."""
-    parts = [] if tf.executing_eagerly() else tensors_of_this_graph(arguments)
+def when_batch_is_there(arguments: Any) -> list[tf.Operation]:
+    """An operation that runs when the replicas' batches are there; none, if they are no
+    tensors of the graph being built."""
+    parts = tensors_of_this_graph(arguments)
     if not parts:
-        yield step
-        return
+        return []
     with tf.control_dependencies(parts):
-        there = tf.no_op("batch_is_there")
-
-    # Replicas are traced in threads, which do not inherit control dependencies.
-    @library_code
-    @functools.wraps(step)
-    def step_after_batch(*args: Any, **kwargs: Any) -> Any:
-        with tf.control_dependencies([there]):
-            return step(*args, **kwargs)
-
-    yield step_after_batch
+        return [tf.no_op("batch_is_there")]
 
 
 def tensors_of_this_graph(arguments: Any) -> list[tf.Tensor]:

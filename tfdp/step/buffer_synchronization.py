@@ -62,7 +62,7 @@ def _of_rows(run: ReplicaRun, rank: int, ids: set[int]) -> set[int]:
         if stored is not None and stored.is_of_own_rows:
             # Without an update, accumulated values may be gradients for one in a later
             # step: parts of a sum.
-            if run.updates or not is_added(stored, variable, rank):
+            if run.has_updated or not is_added(stored, variable, rank):
                 found.add(id(variable))
     return found
 

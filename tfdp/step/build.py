@@ -21,10 +21,9 @@ from tfdp._private import keras_calls
 from tfdp.errors import TfdpError
 from tfdp.seams.replace import instance_attributes, replace_for_good
 from tfdp.seams.table import MODEL
-from tfdp.step.dummy_rows import row_like
 from tfdp.step.find_optimizers import optimizers_of
 from tfdp.tracing.keras_steps import is_stock_step
-from tfdp.tracing.padded_batch import without_padding
+from tfdp.tracing.rows import row_like, without_padding
 
 
 def _from_plain_batch(original: Callable[..., None]) -> Callable[..., None]:

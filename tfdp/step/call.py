@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,23 +15,17 @@ from keras.optimizers import Optimizer
 from tfdp._private.functions import (
     as_replicas_run_it,
     as_the_caller_is,
+    library_code,
     python_function_of,
 )
 from tfdp.data.keras_input import with_none
 from tfdp.data.split import in_parts
 from tfdp.seams.replace import Override, overridden
-from tfdp.step.batch_first import batch_first
+from tfdp.step.batch_first import when_batch_is_there
 from tfdp.step.buffer_synchronization import (
     warn_about_stored,
     warn_about_written,
     with_synchronized_buffers,
-)
-from tfdp.step.dummy_rows import (
-    add_dummy_rows,
-    drop_dummy_rows,
-    dummy_row_overrides,
-    with_real_gathers,
-    with_unified_shapes,
 )
 from tfdp.step.find_optimizers import optimizers_of
 from tfdp.step.finite_guard import FiniteGuard
@@ -41,15 +34,28 @@ from tfdp.step.losses import added_loss_overrides, reduction_overrides
 from tfdp.step.metric_state import warn_if_rows_counted, warn_if_steps_counted
 from tfdp.step.observers import NoiseProbe, StepMeter, observers_of
 from tfdp.step.optimizers import optimizer_overrides
-from tfdp.step.padding import padding_overrides, step_on_padded_batch
 from tfdp.step.reports import NotedResults, recorded, report_overrides
+from tfdp.step.rows import (
+    dummy_row_overrides,
+    gathering_real_rows,
+    padding_overrides,
+    step_on_padded_batch,
+)
 from tfdp.step.table_rows import read_in_place
 from tfdp.tracing.effect_order import operations
 from tfdp.tracing.keras_steps import is_predict_step, name_of_step
 from tfdp.tracing.loss_checks import find_faults_of_losses
-from tfdp.tracing.padded_batch import find_padded, trim_rows, without_padding
-from tfdp.tracing.run import ReplicaRun
-from tfdp.tracing.sample_counts import sample_counts
+from tfdp.tracing.rows import (
+    Batch,
+    add_dummy_rows,
+    find_padded,
+    real_counts,
+    trim_rows,
+    with_unified_shapes,
+    without_dummy_rows,
+    without_padding,
+)
+from tfdp.tracing.run import Mode, Step
 
 
 class StepCall:
@@ -83,10 +89,9 @@ class StepCall:
     @property
     def rows_here(self) -> Any:
         """The rows of this process's replicas without padding; None: unknown."""
-        counts = self.run.counts
+        counts: Any = self.run.batch.counts
         if self._padded_rows is not None:
-            parts = getattr(self._padded_rows, "values", [self._padded_rows])
-            counts = [tf.reduce_sum(tf.cast(part > 0, tf.int32)) for part in parts]
+            counts = real_counts(self._padded_rows)
         if counts is None or all(isinstance(n, int) for n in counts):
             return None if counts is None else sum(counts)
         return tf.add_n([tf.cast(n, tf.int32) for n in counts])
@@ -100,80 +105,107 @@ class StepCall:
         if getattr(self.fn, "__func__", None) is keras.Model.train_step:
             self.step = functools.partial(jitted_train_step, self.model)
 
-    def take_batch(self) -> ReplicaRun:
+    def take_batch(self) -> Step:
         """Reads the rows of each replica, and gives each of them at least one."""
         if self.is_reported and len(self._devices) > 1:
             self.args = in_parts(self.args, self._devices)
         arguments = (self.args, self.kwargs or {})
-        self.run = run = sample_counts(arguments, len(self._devices))
+        batch = Batch.of(arguments, len(self._devices))
+        self.run = run = Step(len(self._devices), batch)
         run.is_of_one = len(self._devices) == self._hosts == 1
         padded = find_padded((self.args, self.kwargs))
         if padded is not None:
             padded.set_shapes()
             if tf.nest.flatten(padded.rows):
-                self._padded_rows = padded.rows
+                self._padded_rows, run.mode = padded.rows, Mode.PADDED
                 self.step = step_on_padded_batch(self.fn, self.step, self.model, run)
             else:
                 self.args = without_padding(self.args)
                 self.kwargs = without_padding(self.kwargs)
         elif not self._is_compiled and (self.is_step or self.is_prediction):
-            arguments = (self.args, self.kwargs)
-            self.args, self.kwargs = add_dummy_rows(
-                arguments, run, self._devices, self._hosts
-            )
+            self._add_dummy_rows(run)
             self._has_dynamic_rows = True
-        elif any(isinstance(count, int) and not count for count in run.counts or ()):
+        elif run.batch.may_have_empty_replicas:
             # With static zero rows Keras builds less than on other replicas.
             self._has_dynamic_rows = True
         return run
 
+    def _add_dummy_rows(self, run: Step) -> None:
+        run.adds_dummy_rows = True
+        given, counts = (self.args, self.kwargs), run.batch.counts
+        (self.args, self.kwargs), rows = add_dummy_rows(
+            given, counts, self._devices, self._hosts
+        )
+        for trace, own in zip(run.traces, rows, strict=True):
+            trace.rows = own
+
     def unify_shapes(self) -> None:
         """Makes row counts dynamic where replicas or hosts have different ones."""
-        if self._has_dynamic_rows:
+        if self._has_dynamic_rows and not tf.executing_eagerly():
             arguments = (self.args, self.kwargs)
-            self.args, self.kwargs = with_unified_shapes(arguments, self.run)
+            self.args, self.kwargs = with_unified_shapes(arguments, self.run.batch)
+        self.run.take_batch((self.args, self.kwargs))
 
     @contextlib.contextmanager
-    def leading(
+    def overriding(
         self,
         optimizers: Sequence[Optimizer],
         made_metrics: Sequence[keras.metrics.Metric],
-    ) -> Iterator[Any]:
-        """Within this, optimizers reduce first, and losses are weighted by rows; yields
-        the recorded reports, see `reports.reduce_logs`."""
-        arguments = (self.args, self.kwargs)
-        step = as_the_caller_is(self.step)
-        built_before = 0 if tf.executing_eagerly() else len(operations())
-        if not self._is_compiled:
-            step = with_real_gathers(
-                with_synchronized_buffers(step, self.run), self.run
-            )
-        noted, model, run = NotedResults(), self.model, self.run
-        # Each calls the ones before it: a guard checks a loss that is 0 for dummy rows,
-        # and all others get the weights that padding sets.
-        overrides = [
-            optimizer_overrides(optimizers, run),
-            report_overrides(model, run, made_metrics, noted),
-            reduction_overrides(model, run, self.fn),
-            dummy_row_overrides(self.fn, optimizers, run),
-            added_loss_overrides(model, run),
-            loss_overrides(model, run.guard),
-        ]
-        if self._padded_rows is not None:
-            overrides.append(padding_overrides(model, run, made_metrics))
-        with (
-            overridden(itertools.chain(*overrides)),
-            batch_first(step, None if self._is_compiled else arguments) as step,
-        ):
-            self.step = recorded(step, self.run) if tf.executing_eagerly() else step
+    ) -> Iterator[NotedResults]:
+        """Within this, `step` is what each replica runs, and methods of Keras' objects
+        are tfdp's; yields the recorded results of metrics, for `reports.reduce_logs`.
+        """
+        run, noted = self.run, NotedResults()
+        in_graph = not (self._is_compiled or tf.executing_eagerly())
+        built_before = len(operations()) if in_graph else 0
+        self.step = self._step_of_replica()
+        with overridden(self._overrides(optimizers, made_metrics, noted)):
             yield noted
-        if not (self._is_compiled or tf.executing_eagerly()):
+        if in_graph:
             read_in_place(operations()[built_before:])
-            warn_about_written(self.run, operations()[built_before:])
-        find_faults_of_losses(self.run, self.model, self.fn)
-        warn_about_stored(self.run, self.model)
-        warn_if_rows_counted(self.run)
-        warn_if_steps_counted(self.run, made_metrics)
+            warn_about_written(run, operations()[built_before:])
+        find_faults_of_losses(run, self.model, self.fn)
+        warn_about_stored(run, self.model)
+        warn_if_rows_counted(run)
+        warn_if_steps_counted(run, made_metrics)
+
+    def _step_of_replica(self) -> Callable:
+        """The step, which waits for the batch, and synchronizes buffers at its end."""
+        run, step = self.run, as_the_caller_is(self.step)
+        if tf.executing_eagerly():
+            return recorded(step, run)
+        if self._is_compiled:
+            return step
+        batch_is_there = when_batch_is_there((self.args, self.kwargs))
+        step = with_synchronized_buffers(step, run)
+
+        @library_code
+        @functools.wraps(step)
+        def step_of_replica(*args: Any, **kwargs: Any) -> Any:
+            # Replicas are traced in threads, which do not inherit control dependencies.
+            with tf.control_dependencies(batch_is_there), gathering_real_rows(run):
+                return step(*args, **kwargs)
+
+        return step_of_replica
+
+    def _overrides(
+        self,
+        optimizers: Sequence[Optimizer],
+        made_metrics: Sequence[keras.metrics.Metric],
+        noted: NotedResults,
+    ) -> Iterator[Override]:
+        """What is replaced, in order: each calls the ones before it. A guard checks a
+        loss that is 0 for dummy rows; all others get the weights that padding sets."""
+        model, run = self.model, self.run
+        yield from optimizer_overrides(optimizers, run)
+        yield from report_overrides(model, run, made_metrics, noted)
+        yield from reduction_overrides(model, run, self.fn)
+        yield from dummy_row_overrides(self.fn, optimizers, run)
+        yield from added_loss_overrides(model, run)
+        if run.guard is not None:
+            yield Override(model, "compute_loss", run.guard.checks_loss)
+        if run.mode is Mode.PADDED:
+            yield from padding_overrides(model, run, made_metrics)
 
     def observe(self) -> None:
         self.run.probes = self._observers_of(NoiseProbe)
@@ -185,15 +217,10 @@ class StepCall:
         is_training = name_of_step(self.fn) == "train_step"
         return observers_of(self.model, kind) if is_training else []
 
-    def own_rows_of(self, result: Any) -> Any:
+    def real_rows_of(self, result: Any) -> Any:
+        """A prediction without padding and dummy rows."""
         if not self.is_prediction:
             return result
-        if self.run.padding:
+        if self.run.mode is Mode.PADDED:
             result = trim_rows(result, self._padded_rows)
-        return drop_dummy_rows(result, self.run)
-
-
-def loss_overrides(model: Any, guard: FiniteGuard | None) -> Iterator[Override]:
-    """With these, a guard checks the loss."""
-    if guard is not None:
-        yield Override(model, "compute_loss", guard.checks_loss)
+        return without_dummy_rows(result, [one.rows for one in self.run.traces])

@@ -34,7 +34,7 @@ from tfdp.exchange.compressed import are_finite
 from tfdp.exchange.reducer import Reducer
 from tfdp.step.guard_notes import NONE, GuardNotes, Saved, scale_when_summed
 from tfdp.step.observers import detach, observers_of
-from tfdp.tracing.padded_batch import find_padded
+from tfdp.tracing.rows import find_padded
 from tfdp.tracing.run import ReplicaRun, current_run
 from tfdp.variables.mirrored import is_seed_state
 

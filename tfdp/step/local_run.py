@@ -12,7 +12,7 @@ from keras.optimizers import Optimizer
 from tfdp.errors import ConfigurationError
 from tfdp.sync.rounds import Sync
 from tfdp.tracing.keras_steps import name_of_step
-from tfdp.tracing.run import ReplicaRun
+from tfdp.tracing.run import Step
 from tfdp.variables.local_view import LocalView
 
 Groups = tuple[tuple[int, ...], ...]
@@ -78,7 +78,7 @@ class LocalLook:
 def begin_local_run(
     step: Any,
     optimizers: Sequence[Optimizer],
-    run: ReplicaRun,
+    run: Step,
     strategy: tf.distribute.Strategy,
     *,
     is_jitted: bool,
@@ -91,7 +91,7 @@ def begin_local_run(
     """
     if isinstance(step, LocalLook):
         # Others may be in a step, and eager replicas, which take turns, would hang.
-        run.groups = tuple((rank,) for rank in range(run.replicas))
+        run.train_in(tuple((rank,) for rank in range(run.replicas)))
         return
     syncs = {
         o: o.sync
@@ -117,14 +117,14 @@ def begin_local_run(
             "sync=... has not been shown to work with jit_compile=True. Compile the "
             "model with jit_compile=False."
         )
-    run.groups = groups_across(strategy, across.pop())
+    run.train_in(groups_across(strategy, across.pop()))
     for place, optimizer in enumerate(syncs):
         # What layers store belongs to the model: its first optimizer handles it.
         state = step.__self__.non_trainable_variables if place == 0 else ()
         optimizer.train_apart([variable.value for variable in state])
 
 
-def refuse_in_local_run(run: ReplicaRun) -> None:
+def refuse_in_local_run(run: Step) -> None:
     """Raises ConfigurationError for a sum over replicas in local training."""
     if run.is_local:
         raise ConfigurationError(

@@ -40,8 +40,8 @@ from tfdp.tracing.loss_checks import (
     warn_about_weighted_number,
 )
 from tfdp.tracing.loss_shares import LossShares, Standing
-from tfdp.tracing.padded_batch import Padding
-from tfdp.tracing.run import ReplicaRun, trace_of
+from tfdp.tracing.rows import Rows
+from tfdp.tracing.run import Mode, Step
 
 WEIGHTS_CANCEL = (
     "tfdp: the sample weights of a replica are not 0 and their sum is. With "
@@ -61,14 +61,14 @@ class ReplicaLosses:
 
     def __init__(
         self,
-        run: ReplicaRun,
+        run: Step,
         rank: Any,
         replicas: int,
         sum_over_replicas: Callable[[tf.Tensor, Any], tf.Tensor],
     ):
         self._run, self._rank, self._replicas = run, rank, replicas
-        self._shares = run.shares[trace_of(rank)]
-        self._is_alone = replicas == 1 and not run.padding
+        self._shares = run.trace(rank).shares
+        self._is_alone = replicas == 1 and run.mode is not Mode.PADDED
         self._sum_over_replicas = sum_over_replicas
 
     def scaled_mean(self, loss: MeanLoss) -> Any:
@@ -77,7 +77,7 @@ class ReplicaLosses:
         if self._is_alone:
             _note_own_denominator(run, rank, loss)
             return loss.mean
-        run.scaled_losses.add(trace_of(rank))
+        run.has_scaled_losses = True
         entries = loss.made_of[0]
         if not entries.shape.rank and len(loss.made_of) > 1:
             warn_about_weighted_number(run, rank, entries, loss.given_weights)
@@ -95,15 +95,11 @@ class ReplicaLosses:
         if self._is_alone:
             _note_penalty(run, rank)
             return value
-        run.added_losses.add(trace_of(rank))
+        run.has_added_losses = True
         if is_share(self._shares, value, "add_loss"):
             return self._unchanged(value)
         _note_penalty(run, rank)
-        padding = run.padding_of(rank)
-        if padding is None:
-            fraction = _share_of_rows(run, rank)
-        else:
-            fraction = padding.count / padding.total
+        fraction = _share_of_rows(run, rank)
         return _product(value, self._shares.factor(fraction, value.dtype))
 
     def reported(self, value: Any) -> Any:
@@ -122,13 +118,14 @@ class ReplicaLosses:
 
     def _fraction(self, loss: MeanLoss) -> Any:
         """D_r / D."""
-        run, rank, padding = self._run, self._rank, self._run.padding_of(self._rank)
-        if padding is not None:
+        run, rank, trace = self._run, self._rank, self._run.trace(self._rank)
+        rows = trace.rows
+        if rows.is_padded:
             is_masked = loss.mask is not None
-            is_global = not loss.is_by_weights or padding.has_user_weights or is_masked
+            is_global = not loss.is_by_weights or trace.has_user_weights or is_masked
             if _weight_denominator(loss) is None or not is_global:
                 _note_mean_of_rows(run, rank)
-                return _fraction_of_rows(loss, padding)
+                return _fraction_of_rows(loss, rows)
         denominator = _own_denominator(run, rank, loss)
         if denominator is None:
             _note_mean_of_rows(run, rank)
@@ -136,11 +133,11 @@ class ReplicaLosses:
         denominator = _not_cancelled(denominator, loss)
         denominator = tf.stop_gradient(tf.cast(denominator, tf.float32))
         # Dummy rows count neither in the numerator nor in the denominator.
-        denominator = run.own_part(rank, denominator)
+        denominator = rows.part(denominator)
         counted = denominator
-        if padding is not None and not loss.is_by_weights:
+        if rows.is_padded and not loss.is_by_weights:
             mask = tf.cast(loss.mask, tf.float32)
-            counted = tf.reduce_sum(mask * padding.weights(mask.shape.rank))
+            counted = tf.reduce_sum(mask * rows.weights(mask.shape.rank))
         total = self._sum_over_replicas(counted, rank)
         _note_total(run, rank, total, loss)
         return tf.math.divide_no_nan(denominator, total)
@@ -150,11 +147,11 @@ def _product(value: Any, factor: Any) -> Any:
     return keras.ops.multiply(value, factor)
 
 
-def _share_of_rows(run: ReplicaRun, rank: Any) -> Any:
+def _share_of_rows(run: Step, rank: Any) -> Any:
     return run.even_share if run.is_even else run.share_in_group(rank)
 
 
-def _report_factor(run: ReplicaRun, rank: Any, value: Any) -> Any:
+def _report_factor(run: Step, rank: Any, value: Any) -> Any:
     """N / n_r, or 1: the factor from a share to the reported number."""
     if value.shape.rank:
         return 1.0  # losses of rows, which were not scaled
@@ -183,7 +180,7 @@ def _is_of_shares(shares: LossShares, values: Any) -> bool:
     return standing is Standing.SHARE
 
 
-def _note_own_denominator(run: ReplicaRun, rank: Any, loss: MeanLoss) -> None:
+def _note_own_denominator(run: Step, rank: Any, loss: MeanLoss) -> None:
     """Records the divisor of an unscaled loss for accumulation (`batch_weight`)."""
     denominator = _own_denominator(run, rank, loss)
     if denominator is None:
@@ -193,7 +190,7 @@ def _note_own_denominator(run: ReplicaRun, rank: Any, loss: MeanLoss) -> None:
         _note_total(run, rank, total, loss)
 
 
-def _note_total(run: ReplicaRun, rank: Any, total: tf.Tensor, loss: MeanLoss) -> None:
+def _note_total(run: Step, rank: Any, total: tf.Tensor, loss: MeanLoss) -> None:
     of = loss.given_weights if loss.is_by_weights else loss.given_mask
     if of is None:
         note_denominator(run, rank, Denominator(total, Kind.COUNTED, loss.values))
@@ -201,16 +198,16 @@ def _note_total(run: ReplicaRun, rank: Any, total: tf.Tensor, loss: MeanLoss) ->
         note_denominator(run, rank, Denominator(total, of))
 
 
-def _note_mean_of_rows(run: ReplicaRun, rank: Any) -> None:
+def _note_mean_of_rows(run: Step, rank: Any) -> None:
     note_denominator(run, rank, Denominator(None))
 
 
-def _note_penalty(run: ReplicaRun, rank: Any) -> None:
+def _note_penalty(run: Step, rank: Any) -> None:
     # Equal on all replicas.
     note_denominator(run, rank, Denominator(None, of=Kind.PENALTY))
 
 
-def _own_denominator(run: ReplicaRun, rank: Any, loss: MeanLoss) -> Any:
+def _own_denominator(run: Step, rank: Any, loss: MeanLoss) -> Any:
     """D_r if it is not proportional to the rows of the batch, else None."""
     denominator = _weight_denominator(loss)
     if denominator is None and not has_entry_per_row(run, rank, loss.values):
@@ -233,13 +230,13 @@ def _not_cancelled(denominator: tf.Tensor, loss: MeanLoss) -> tf.Tensor:
         return tf.identity(denominator)
 
 
-def _fraction_of_rows(loss: MeanLoss, padding: Padding) -> tf.Tensor:
+def _fraction_of_rows(loss: MeanLoss, rows: Rows) -> tf.Tensor:
     """D_r / D if both are numbers of rows. Keras divided the valid rows' losses by all
     rows, or by the sum of the rows' weights."""
     if not loss.is_by_weights:
-        return padding.rows / padding.total
-    entries = tf.size(loss.values) // padding.rows
-    return padding.count / (padding.total * tf.cast(entries, tf.float32))
+        return rows.size / rows.total
+    entries = tf.size(loss.values) // rows.size
+    return rows.count / (rows.total * tf.cast(entries, tf.float32))
 
 
 def _weight_denominator(loss: MeanLoss) -> Any:
@@ -255,12 +252,12 @@ class OwnLosses(MutableSequence):
     """The losses of a layer (`add_loss`), a separate list for each replica: eager
     replicas take turns, and one would clear, or count, the losses of another."""
 
-    def __init__(self) -> None:
-        self._by_trace: dict[int, list[Any]] = {}
+    def __init__(self, run: Step) -> None:
+        self._run = run
 
     @property
     def _own(self) -> list[Any]:
-        return self._by_trace.setdefault(trace_of(current_rank()), [])
+        return self._run.here.layer_losses[id(self)]
 
     def __getitem__(self, place: Any) -> Any:
         return self._own[place]
@@ -278,20 +275,20 @@ class OwnLosses(MutableSequence):
         self._own.insert(place, loss)
 
 
-def added_loss_overrides(model: Any, run: ReplicaRun) -> Iterator[Override]:
+def added_loss_overrides(model: Any, run: Step) -> Iterator[Override]:
     """With these, each replica has its own losses of the layers of `model`."""
     if not isinstance(model, keras.Model) or run.replicas == 1:
         return
     for layer in layers_within(model):
-        yield Override(layer, LOSSES, instead(OwnLosses()))
+        yield Override(layer, LOSSES, instead(OwnLosses(run)))
         if isinstance(layer, keras.Model):
             yield Override(layer, ADD_UP, around(_add_up, layer, run))
 
 
-def _add_up(add_up: Any, model: keras.Model, run: ReplicaRun, loss: Any) -> Any:
+def _add_up(add_up: Any, model: keras.Model, run: Step, loss: Any) -> Any:
     """Adds a layer's `add_loss` to the model's; values of rows as a sum, a share."""
     rank, given = current_rank(), tf.convert_to_tensor(loss)
-    shares = run.shares[trace_of(rank)]
+    shares = run.trace(rank).shares
     if shares.standing_of(given) is Standing.LOCAL:
         shapes = {tuple(weight.shape) for weight in model.trainable_weights}
         if given.shape.rank != 0 and are_values_of_rows(run, rank, given, shapes):
@@ -303,7 +300,7 @@ def _add_up(add_up: Any, model: keras.Model, run: ReplicaRun, loss: Any) -> Any:
     return add_up(loss)
 
 
-def reduction_overrides(model: Any, run: ReplicaRun, step: Any) -> Iterator[Override]:
+def reduction_overrides(model: Any, run: Step, step: Any) -> Iterator[Override]:
     """With these, compiled losses with `reduction="sum"` return shares.
 
     Keras does not scale sums. So row losses are multiplied by a recorded factor 1
@@ -323,7 +320,7 @@ def reduction_overrides(model: Any, run: ReplicaRun, step: Any) -> Iterator[Over
 
 
 def _losses_of_rows(
-    call: Any, run: ReplicaRun, is_stock: bool, *args: Any, **kwargs: Any
+    call: Any, run: Step, is_stock: bool, *args: Any, **kwargs: Any
 ) -> Any:
     losses = call(*args, **kwargs)
     is_rows = tf.is_tensor(losses) and losses.shape.rank != 0
@@ -333,18 +330,18 @@ def _losses_of_rows(
     warn_about_sum_of_all(run, rank, losses)
     if is_stock:
         note_denominator(run, rank, Denominator(None, of=Kind.SUM))
-    run.scaled_losses.add(trace_of(rank))
-    return losses * run.shares[trace_of(rank)].factor(1.0, losses.dtype)
+    run.has_scaled_losses = True
+    return losses * run.trace(rank).shares.factor(1.0, losses.dtype)
 
 
-def _checked_loss(compute: Any, run: ReplicaRun, *args: Any, **kwargs: Any) -> Any:
+def _checked_loss(compute: Any, run: Step, *args: Any, **kwargs: Any) -> Any:
     """Refuses losses of rows to which a mean or sum was added: one device counts it
     once per row of the global batch, and a replica does not have their number then."""
     loss = compute(*args, **kwargs)
     if not tf.is_tensor(loss) or not loss.shape.rank:
         return loss
     warn_about_sum_of_all(run, current_rank(), loss)
-    if run.shares[trace_of(current_rank())].standing_of(loss) is Standing.LOCAL:
+    if run.here.shares.standing_of(loss) is Standing.LOCAL:
         return loss
     raise ConfigurationError(
         "A loss with reduction='none' was added to another one that is a mean "

@@ -18,7 +18,7 @@ from tfdp.lint.op_kinds import is_extreme
 from tfdp.lint.terms import change_of, outermost
 from tfdp.lint.values import SAME, SCALED, Term, Value
 from tfdp.tracing.loss_shares import Standing
-from tfdp.tracing.run import ReplicaRun, trace_of
+from tfdp.tracing.run import Step
 from tfdp.tracing.state_checks import own_handle
 
 MOVES_BY_ITSELF = "something that depends on its own value, such as a running mean"
@@ -30,7 +30,7 @@ REMEDY = (
 )
 
 
-def warn_if_rows_counted(run: ReplicaRun) -> None:
+def warn_if_rows_counted(run: Step) -> None:
     """Warns of metric values that adding over replicas makes wrong."""
     if run.replicas == 1:
         return
@@ -49,9 +49,7 @@ def warn_if_rows_counted(run: ReplicaRun) -> None:
             )
 
 
-def warn_if_steps_counted(
-    run: ReplicaRun, metrics: Iterable[keras.metrics.Metric]
-) -> None:
+def warn_if_steps_counted(run: Step, metrics: Iterable[keras.metrics.Metric]) -> None:
     """Warns of sums of losses that are divided by steps: each replica adds its share of
     a loss, but one whole step."""
     if run.replicas == 1:
@@ -69,7 +67,7 @@ def warn_if_steps_counted(
         step = tf.get_static_value(term)
         if step is not None and np.size(step) == 1 and abs(step) == 1:
             counts_steps.add(metric.name)
-        elif run.shares[trace_of(rank)].standing_of(term) is Standing.SHARE:
+        elif run.trace(rank).shares.standing_of(term) is Standing.SHARE:
             adds_shares.add(metric.name)
     for name in adds_shares & counts_steps:
         run.state_suspicions.add(

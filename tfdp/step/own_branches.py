@@ -15,7 +15,7 @@ import tensorflow as tf
 from tfdp._private.step_ops import names_called
 from tfdp.errors import CollectiveError
 from tfdp.lint.op_kinds import is_conditional
-from tfdp.tracing.run import ReplicaRun
+from tfdp.tracing.run import Step
 
 # The number of rows is mostly equal on all replicas, and so are decisions by it.
 REASONS = {
@@ -26,9 +26,7 @@ REASONS = {
 }
 
 
-def refuse_own_branches(
-    run: ReplicaRun, branches: Sequence[tuple[int, tf.Graph]]
-) -> None:
+def refuse_own_branches(run: Step, branches: Sequence[tuple[int, tf.Graph]]) -> None:
     """Refuses branches with exchanges on which a replica's own data decides."""
     if run.replicas == 1:
         return
@@ -65,13 +63,13 @@ def _condition_of(branch: tf.Graph) -> tf.Tensor | None:
     return None
 
 
-def own_source_of(run: ReplicaRun, rank: int, value: tf.Tensor) -> str | None:
+def own_source_of(run: Step, rank: int, value: tf.Tensor) -> str | None:
     """Which data of its own a replica computes a value from; None: no such data."""
     local = run.analysis(rank).value(value).local
     return next((words for reason, words in REASONS.items() if reason in local), None)
 
 
-def _drawn(run: ReplicaRun, rank: int, value: tf.Tensor) -> frozenset[str]:
+def _drawn(run: Step, rank: int, value: tf.Tensor) -> frozenset[str]:
     """What else may differ by replica: its rank, and the seeds of random numbers."""
     local = run.analysis(rank).value(value).local
     return frozenset(one for one in local if one not in ("rows", "counts"))

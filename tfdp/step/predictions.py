@@ -17,7 +17,7 @@ from tfdp._private.names import PerReplica
 from tfdp.errors import ConfigurationError
 from tfdp.lint.registry import is_of_graph
 from tfdp.lint.values import SELECTED, Term
-from tfdp.tracing.run import ReplicaRun, trace_of
+from tfdp.tracing.run import Step
 
 NO_ROWS = (
     "tfdp: {name} of the prediction is not one value for each row, and replicas have "
@@ -37,10 +37,10 @@ BUCKETS = 2**62
 
 def joined_outputs(
     outputs: Any,
-    run: ReplicaRun,
+    run: Step,
     strategy: tf.distribute.Strategy,
     of_all_hosts: Callable[[tf.Tensor], tf.Tensor],
-    own_rows_of: Callable[[list[Any]], list[Any]],
+    real_rows_of: Callable[[list[Any]], list[Any]],
     rows_of_all_hosts: Callable[[list[Any]], list[Any]],
 ) -> Any:
     """`outputs` such that Keras joins them to what one device returns.
@@ -48,7 +48,7 @@ def joined_outputs(
     Args:
       outputs: nested per-replica tensors, in cross-replica context.
       of_all_hosts, rows_of_all_hosts: join vectors, and rows.
-      own_rows_of: removes padding and dummy rows.
+      real_rows_of: removes padding and dummy rows.
 
     Raises:
       ConfigurationError: in eager mode, if they cannot be joined. In graphs a check
@@ -71,7 +71,7 @@ def joined_outputs(
             with_rows.append(place)
         else:
             (leaves[place],) = checked(place, parts[:1], parts, parts, NO_ROWS)
-    rows = own_rows_of([leaves[place] for place in with_rows])
+    rows = real_rows_of([leaves[place] for place in with_rows])
     for number, place in enumerate(with_rows):
         parts = parts_of(rows[number])
         if _are_dense(parts) and not _are_of_one_size(parts):
@@ -107,7 +107,7 @@ def _mark(value: tf.Tensor) -> tf.Tensor:
         return tf.strings.to_hash_bucket_fast(tf.io.serialize_tensor(value), BUCKETS)
 
 
-def _has_rows(run: ReplicaRun, output: tf.Tensor) -> bool:
+def _has_rows(run: Step, output: tf.Tensor) -> bool:
     """Whether the first axis of the first replica's output is that of its rows; where
     that is unknown, whether it may be."""
     if not output.shape.rank:
@@ -118,7 +118,7 @@ def _has_rows(run: ReplicaRun, output: tf.Tensor) -> bool:
             return value.axes == (0,) and value.each != SELECTED
         if Term.REPLICATED in value.terms and not value.local:
             return False  # of variables, or of all replicas
-    batch = run.batches.get(trace_of(0), [])
+    batch = run.traces[0].batch
     rows, length = batch[0].shape[0] if batch else None, output.shape[0]
     if length is None:
         return True

@@ -31,7 +31,7 @@ from tfdp.tracing.loss_checks import (
     warn_about_returned,
 )
 from tfdp.tracing.loss_shares import Standing
-from tfdp.tracing.run import ReplicaRun, current_run, trace_of
+from tfdp.tracing.run import Step, current_run
 
 # The shape of a Keras loss of an empty replica in eager mode, where Keras does not
 # reduce it.
@@ -59,7 +59,7 @@ class NotedResults:
 
 def report_overrides(
     model: Any,
-    run: ReplicaRun,
+    run: Step,
     made_metrics: Sequence[keras.metrics.Metric],
     noted: NotedResults,
 ) -> Iterator[Override]:
@@ -79,12 +79,12 @@ def report_overrides(
         yield Override(metric, "result", instead(result))
 
 
-def recorded(step: Callable, run: ReplicaRun) -> Callable:
+def recorded(step: Callable, run: Step) -> Callable:
     """Wraps `step` for eager mode, recording what depends on its losses' factors."""
 
     @functools.wraps(step)
     def recorded_step(*args: Any, **kwargs: Any) -> Any:
-        shares = run.shares[trace_of(current_rank())]
+        shares = run.here.shares
         with shares.recording():
             return step(*args, **kwargs)
 
@@ -117,7 +117,7 @@ def _result(metric: Any, noted: NotedResults) -> Any:
     return result
 
 
-def _of_replica(metric: Any) -> ReplicaRun | None:
+def _of_replica(metric: Any) -> Step | None:
     """The run of the calling replica, if it reports `metric`."""
     found = current_run()  # None in another thread, while this one traces
     is_reported = found is not None and id(metric) in found[0].weighted_means
@@ -138,7 +138,7 @@ def _weighting_numbers(update_state: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _weighted(
-    metric: Any, run: ReplicaRun, values: Any, sample_weight: Any
+    metric: Any, run: Step, values: Any, sample_weight: Any
 ) -> tuple[Any, Any]:
     """The values and weights to count for `values`; numbers of all rows by rows."""
     rank = current_rank()
@@ -166,15 +166,15 @@ def _weighted(
     return tf.where(share > 0, value, tf.zeros_like(value)), sample_weight
 
 
-def _has_no_rows(value: tf.Tensor, run: ReplicaRun, rank: Any) -> bool:
+def _has_no_rows(value: tf.Tensor, run: Step, rank: Any) -> bool:
     """Whether `value` has a static length, and the batch a dynamic one."""
-    batch = [one for one in run.batches.get(trace_of(rank), ()) if one.shape.rank]
+    batch = [one for one in run.trace(rank).batch if one.shape.rank]
     is_known = bool(value.shape.rank) and value.shape[0] is not None
     return is_known and bool(batch) and all(one.shape[0] is None for one in batch)
 
 
 def _without_share(
-    metric: Any, run: ReplicaRun, rank: Any, number: Any, value: tf.Tensor
+    metric: Any, run: Step, rank: Any, number: Any, value: tf.Tensor
 ) -> tf.Tensor:
     """`value`, which is `number`, as a mean over the replica's own rows."""
     subject = f"the metric {metric.name!r} was given"
@@ -211,7 +211,7 @@ replace_for_good("keras.metrics:MeanMetricWrapper", "update_state", _checking_nu
 
 def reduce_logs(
     logs: Any,
-    run: ReplicaRun,
+    run: Step,
     noted: NotedResults,
     parts_of: Callable[[Any], Sequence[Any]],
     sum_over_hosts: SumOverHosts | None,
@@ -274,7 +274,7 @@ def _read(value: Any) -> Any:
 
 
 def _derivation(
-    parts: Sequence[Any], run: ReplicaRun, noted: NotedResults
+    parts: Sequence[Any], run: Step, noted: NotedResults
 ) -> Derivation | None:
     """How a step's result derives from results of metrics only; None: it does not."""
 
@@ -301,9 +301,11 @@ def _derivation(
     return derivation
 
 
-def _are_numbers(parts: Sequence[Any], run: ReplicaRun) -> bool:
+def _are_numbers(parts: Sequence[Any], run: Step) -> bool:
     # A single value for all replicas is no replica's own.
-    is_own = len(parts) == (run.replicas if run.counts is None else len(run.counts))
+    is_own = len(parts) == (
+        run.replicas if run.batch.counts is None else len(run.batch.counts)
+    )
     if not is_own or not all(isinstance(p, tf.Tensor) for p in parts):
         return False
     if not all(p.dtype.is_floating or p.dtype.is_integer for p in parts):
@@ -314,7 +316,7 @@ def _are_numbers(parts: Sequence[Any], run: ReplicaRun) -> bool:
     return len(ranks) == 1 and None not in ranks and (ranks == {0} or not has_none)
 
 
-def _contribution(value: tf.Tensor, run: ReplicaRun, rank: int) -> tf.Tensor:
+def _contribution(value: tf.Tensor, run: Step, rank: int) -> tf.Tensor:
     if tuple(value.shape) == NO_LOSSES:
         return tf.zeros([], value.dtype)
     if reported_standing(run, rank, value, "the step returned") is Standing.SHARE:

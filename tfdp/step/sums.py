@@ -25,7 +25,7 @@ from tfdp.step.compression import (
 )
 from tfdp.step.guard_notes import remember, scale_when_summed
 from tfdp.step.table_rows import as_requested, has_rows_once, sums_repeated_rows
-from tfdp.tracing.run import ReplicaRun, current_run, trace_of
+from tfdp.tracing.run import ReplicaRun, current_run
 from tfdp.tracing.state_checks import handles_of, linear_sources
 from tfdp.tracing.trace_order import describe_sum
 
@@ -199,14 +199,14 @@ WHAT_TO_DO = (
 def depends_on_shards(run: ReplicaRun, rank: Any, value: Any) -> bool:
     """Whether `value`, in a graph, depends on gradients of sharded weights, and so not
     on the replica's own rows; exchanges excluded."""
-    if not run.shard_gradients[trace_of(rank)] or not is_of_graph(value):
+    if not run.trace(rank).shard_gradients or not is_of_graph(value):
         return False
     return bool(run.analysis(rank).value(value).terms & {Term.SHARD, Term.SHARD_NUMBER})
 
 
 def refuse_sum_of_shards(run: ReplicaRun, rank: Any, values: Any) -> None:
     """Refuses an `all_reduce` of gradients of sharded weights, which are reduced."""
-    shards = run.shard_gradients[trace_of(rank)]
+    shards = run.trace(rank).shard_gradients
     if not shards:
         return
     for value in tf.nest.flatten(values, expand_composites=True):

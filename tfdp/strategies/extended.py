@@ -177,7 +177,7 @@ def _parts_to_reduce(run: ReplicaRun, reduce_op: Any, value: Any) -> Any:
     """`_to_reduce` for each replica's part of `value`."""
     if not isinstance(value, names.PerReplica):
         # A host's only replica passes a plain tensor.
-        is_its_own = tf.is_tensor(value) and len(run.owns_rows or ()) == 1
+        is_its_own = tf.is_tensor(value) and run.has_dummy_rows and len(run.traces) == 1
         return _to_reduce(run, 0, reduce_op, value) if is_its_own else value
     parts = enumerate(value.values)
     return names.PerReplica(

@@ -53,7 +53,7 @@ from tfdp.strategies.multi_host_loops import HostLoops, override_callbacks
 from tfdp.strategies.startup_checks import check_versions
 from tfdp.strategies.worker_settings import refuse_differences, settings_of
 from tfdp.tracing.keras_steps import is_predict_step
-from tfdp.tracing.run import ReplicaRun
+from tfdp.tracing.run import Step
 
 
 class MultiHostDataParallelStrategy(DataParallelStrategy):
@@ -419,15 +419,19 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         parts = self.experimental_local_results(value)
         return tf.add_n([tf.cast(tf.shape(part)[axis], tf.int64) for part in parts])
 
-    def _complete_run(self, run: ReplicaRun) -> None:
+    def _complete_run(self, run: Step) -> None:
         # In local training, the samples of other hosts do not matter.
         if self._group is None or run.is_local:
             return
         run.replicas = self.num_replicas_in_sync
-        if run.counts is not None:
-            run.spans_hosts, run.hosts_are_equal = True, self._hosts_are_alike
-            total = tf.cast(run.total, tf.int32)
-            run.total = self._group.sum(total, "number of samples")
+        if run.batch.counts is not None:
+            total = tf.cast(run.batch.total, tf.int32)
+            run.batch = dataclasses.replace(
+                run.batch,
+                total=self._group.sum(total, "number of samples"),
+                spans_hosts=True,
+                hosts_are_equal=self._hosts_are_alike,
+            )
 
     def _of_all_hosts(self, vector: tf.Tensor) -> tf.Tensor:
         return vector if self._group is None else self._group.gather(vector)

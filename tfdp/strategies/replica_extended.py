@@ -84,8 +84,6 @@ class ReplicaExtended(LastingInput):
 
     def begin_run(self) -> None:
         self.reducer.begin_run()
-        if self.shards is not None:
-            self.shards.forget_views()
 
     def reduced(self, reduce_op: Any, value: Any) -> Any:
         """A user's sum or mean in a graph, outside of overridden optimizers."""

@@ -51,8 +51,8 @@ from tfdp.strategies.scope import adopt_state
 from tfdp.strategies.startup_checks import IdleOptions
 from tfdp.strategies.unused import note_used
 from tfdp.tracing import keras_steps
-from tfdp.tracing.padded_batch import without_padding
-from tfdp.tracing.run import ReplicaRun
+from tfdp.tracing.rows import without_padding
+from tfdp.tracing.run import Step
 from tfdp.tracing.trace_order import describe_sum, one_trace
 
 
@@ -165,6 +165,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
     def _run(
         self, fn: Callable, args: Any, kwargs: Any, options: Any, is_reported: bool
     ) -> Any:
+        """One step, from its arguments to what one device would return."""
         self._one_thread.check(self._hosts_of_batch)
         call = StepCall(
             fn,
@@ -176,22 +177,28 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
             hosts=self._hosts_of_batch,
         )
         self._adopt_and_check(call.model, call.optimizers)
-        optimizers = self.extended.made_optimizers.together_with(call.optimizers)
-        made_metrics = self.extended.made_metrics.together_with(())
-        if call.model in self._jit_models:
+        is_jitted = call.model in self._jit_models
+        if is_jitted:
             call.compile_replicas()
+
+        # The batch: how many rows each replica and host has, and who trains with whom.
         run = call.take_batch()
         call.observe()
-        is_jitted = call.model in self._jit_models
         begin_local_run(call.fn, call.optimizers, run, self, is_jitted=is_jitted)
         self._complete_run(run)
         call.unify_shapes()
         call.meter()
-        with self._as_current(run), call.leading(optimizers, made_metrics) as noted:
+
+        # The replicas: TensorFlow calls the step for each of them.
+        optimizers = self.extended.made_optimizers.together_with(call.optimizers)
+        made_metrics = self.extended.made_metrics.together_with(())
+        with self._as_current(run), call.overriding(optimizers, made_metrics) as noted:
             result = super().run(call.step, call.args, call.kwargs, options)
             refuse_own_branches(run, self.extended.reducer.branches)
         if not is_reported:
             warn_of_same_rows(self, (call.args, call.kwargs), run)
+
+        # What they return: numbers of all rows, and the predictions of real rows.
         if call.is_reported and run.replicas > 1:
             # In local training, a step's logs are this host's.
             over_hosts = None if run.is_local else self._sum_of_logs
@@ -199,18 +206,18 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
                 result, run, noted, self.experimental_local_results, over_hosts
             )
         self._warn_of_local_mean(call.model, call.fn, run)
-        is_joined = call.is_prediction and self._replicas > 1
-        if not is_joined or self.compiles_steps or run.counts is None:
-            result = call.own_rows_of(result)
-            if is_joined and run.counts is None:
-                result = keras_steps.rows_of_first_replica(result)
-            return self._complete_result(call.fn, result)
-        all_rows = functools.partial(self._complete_result, call.fn)
-        own, of_all_hosts = call.own_rows_of, self._of_all_hosts
-        return joined_outputs(result, run, self, of_all_hosts, own, all_rows)
+        is_split = call.is_prediction and self._replicas > 1
+        if is_split and run.batch.counts is not None and not self.compiles_steps:
+            all_rows = functools.partial(self._complete_result, call.fn)
+            own, of_all_hosts = call.real_rows_of, self._of_all_hosts
+            return joined_outputs(result, run, self, of_all_hosts, own, all_rows)
+        result = call.real_rows_of(result)
+        if is_split and run.batch.counts is None:
+            result = keras_steps.rows_of_first_replica(result)
+        return self._complete_result(call.fn, result)
 
     @contextlib.contextmanager
-    def _as_current(self, run: ReplicaRun) -> Iterator[None]:
+    def _as_current(self, run: Step) -> Iterator[None]:
         outer, self.extended.current_run = self.extended.current_run, run
         try:
             yield
@@ -327,7 +334,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         """Sums a vector of a step's logs over the hosts; None: there is one host."""
         return None
 
-    def _complete_run(self, run: ReplicaRun) -> None:
+    def _complete_run(self, run: Step) -> None:
         """Adds other hosts' sample counts, before the replicas run."""
 
     def _of_all_hosts(self, vector: tf.Tensor) -> tf.Tensor:
@@ -338,7 +345,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         """Adds other hosts' rows, after the replicas ran."""
         return result
 
-    def _warn_of_local_mean(self, model: Any, step: Any, run: ReplicaRun) -> None:
+    def _warn_of_local_mean(self, model: Any, step: Any, run: Step) -> None:
         is_model = isinstance(model, keras.Model)
         name = model.name if is_model else None
         fn = model if model is not None else getattr(step, "__func__", step)
@@ -362,7 +369,6 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
 
     def _sum_scalar(self, value: tf.Tensor, rank: Any) -> tf.Tensor:
         context, run = tf.distribute.get_replica_context(), self.extended.current_run
-        value = run.own_part(rank, value)
         if tf.executing_eagerly():
             run.eager_order.meet(rank, describe_sum(value))
         if run.is_local:
@@ -402,10 +408,9 @@ class OneThread:
 _warned: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def warn_of_same_rows(strategy: Any, arguments: Any, run: ReplicaRun) -> None:
+def warn_of_same_rows(strategy: Any, arguments: Any, run: Step) -> None:
     """Warns, once per strategy, if an optimizer trained on rows that replicas share."""
-    # `updates` has an entry for each replica on which an optimizer ran.
-    if run.replicas == 1 or not run.updates or strategy in _warned:
+    if run.replicas == 1 or not run.has_updated or strategy in _warned:
         return
     values = tf.nest.flatten(arguments)
     if any(isinstance(value, tf.distribute.DistributedValues) for value in values):

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfdp._private.names import graphs_inside, is_recording
 from tfdp.lint.masks import MaskNumbers
-from tfdp.tracing.run import ReplicaRun, trace_of
+from tfdp.tracing.run import Step
 
 
 class Kind(enum.Enum):
@@ -52,23 +52,23 @@ class Denominator(NamedTuple):
     values: Any = None
 
 
-def note_denominator(run: ReplicaRun, rank: Any, denominator: Denominator) -> None:
+def note_denominator(run: Step, rank: Any, denominator: Denominator) -> None:
     """Records it for the next optimizer that accumulates, while a tape records."""
     if is_recording():  # else the loss is only evaluated
-        run.denominators.setdefault(trace_of(rank), []).append(denominator)
+        run.trace(rank).denominators.append(denominator)
 
 
-def batch_weight(run: ReplicaRun, rank: Any) -> tf.Tensor | None:
+def batch_weight(run: Step, rank: Any) -> tf.Tensor | None:
     """The divisor of the global batch's losses since the last call (or of all losses,
     if there are none): the batch's weight. None: they are sums.
 
     Unmasked entries, or weights, for means over those; else samples; 1 if unknown.
     Losses with different divisors cause a warning.
     """
-    trace = trace_of(rank)
-    noted: list[Denominator] = run.denominators.get(trace, [])
-    found = noted[run.denominators_used.get(trace, 0) :] or noted
-    run.denominators_used[trace] = len(noted)
+    trace = run.trace(rank)
+    noted: list[Denominator] = trace.denominators
+    found = noted[trace.denominators_used :] or noted
+    trace.denominators_used = len(noted)
     found = [_made_out(each, run, rank) for each in found]
     means = [each for each in found if not isinstance(each.of, Kind)]
     if any(each.of is Kind.SUM for each in found):
@@ -90,7 +90,7 @@ def batch_weight(run: ReplicaRun, rank: Any) -> tf.Tensor | None:
     return totals[0] if len(totals) == 1 else tf.add_n(totals) / len(totals)
 
 
-def _made_out(noted: Denominator, run: ReplicaRun, rank: Any) -> Denominator:
+def _made_out(noted: Denominator, run: Step, rank: Any) -> Denominator:
     """Values that depend on no row, such as a GAN's noise, count as rows."""
     if noted.of is not Kind.COUNTED:
         return noted

@@ -34,7 +34,7 @@ from tfdp.errors import CollectiveError
 from tfdp.lint.analysis import handle_of
 from tfdp.lint.op_kinds import adds_to_variable, assigns, is_extreme
 from tfdp.lint.terms import outermost
-from tfdp.tracing.run import ReplicaRun
+from tfdp.tracing.run import Step
 
 Ops: TypeAlias = Sequence[tf.Operation]
 #: The replica of each operation.
@@ -373,7 +373,7 @@ class ReplicaPlaces:
         }
 
 
-def warn_about_shared(run: ReplicaRun, shared: Mapping[Any, Ops]) -> None:
+def warn_about_shared(run: Step, shared: Mapping[Any, Ops]) -> None:
     """Warns of variables made outside of the scope, which each replica updates."""
     for handle, group in shared.items():
         found = [what for op in group if (what := _problem_of(run, op))]
@@ -389,7 +389,7 @@ def warn_about_shared(run: ReplicaRun, shared: Mapping[Any, Ops]) -> None:
         )
 
 
-def _problem_of(run: ReplicaRun, op: tf.Operation) -> str | None:
+def _problem_of(run: Step, op: tf.Operation) -> str | None:
     if adds_to_variable(op):
         # The replicas' sums over rows add up correctly; a count of steps does not.
         step = tf.get_static_value(op.inputs[1])
@@ -400,7 +400,7 @@ def _problem_of(run: ReplicaRun, op: tf.Operation) -> str | None:
     handle, value = op.inputs
     if is_extreme(value.op):
         return None  # idempotent
-    found = [run.analysis(trace).value(value) for trace in run.batches or (0,)]
+    found = [trace.analysis.value(value) for trace in run.traces]
     own = handle_of(handle)
     if any(own == read for each in found for read, _ in each.reads):
         return f"is assigned by each of {run.replicas} replicas from its previous value"

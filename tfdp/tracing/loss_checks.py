@@ -22,7 +22,7 @@ from tfdp.lint.registry import is_of_graph
 from tfdp.lint.values import FIXED, Term, Value
 from tfdp.tracing.keras_steps import is_stock_step, name_of_step
 from tfdp.tracing.loss_shares import LossShares, Standing, standing_of
-from tfdp.tracing.run import ReplicaRun, trace_of
+from tfdp.tracing.run import Step
 
 MIXED = (
     "{subject} a loss with one part that is the replica's share of the global loss (a "
@@ -49,7 +49,7 @@ def is_share(shares: LossShares, loss: Any, caller: str) -> bool:
     return standing is Standing.SHARE
 
 
-def has_entry_per_row(run: ReplicaRun, rank: Any, values: tf.Tensor) -> bool:
+def has_entry_per_row(run: Step, rank: Any, values: tf.Tensor) -> bool:
     """Whether `values` has one entry per row of the batch, times a constant.
 
     All replicas return the same; if False, they exchange the numbers of values.
@@ -75,10 +75,10 @@ def has_entry_per_row(run: ReplicaRun, rank: Any, values: tf.Tensor) -> bool:
                 "them to their share with tfdp.losses.local_sum"
             )
             return True
-    if run.counts is None and run.has_tensors:
+    if run.batch.counts is None and run.batch.has_tensors:
         return True  # every replica was given the same
-    some_are_empty = any(isinstance(n, int) and n == 0 for n in run.counts or ())
-    may_be_alone = some_are_empty or (eager and run.spans_hosts)
+    spans_hosts = eager and run.batch.spans_hosts
+    may_be_alone = run.batch.may_have_empty_replicas or spans_hosts
     if values.shape.rank == 1 and may_be_alone and not run.adds_dummy_rows:
         # Keras skips the loss of a replica without rows: an exchange would hang.
         if values.shape[0] == run.count_of(rank):
@@ -94,14 +94,14 @@ def has_entry_per_row(run: ReplicaRun, rank: Any, values: tf.Tensor) -> bool:
 
 
 def are_values_of_rows(
-    run: ReplicaRun,
+    run: Step,
     rank: Any,
     loss: tf.Tensor,
     shapes_of_weights: Collection[tuple[int, ...]],
 ) -> bool:
     """Whether a value for `add_loss`, of rank 1 or more, has one entry per row: Keras
     adds those up. A penalty on a weight may have one of `shapes_of_weights`."""
-    batch = run.batches.get(trace_of(rank), [])
+    batch = run.trace(rank).batch
     rows = batch[0].shape[0] if batch else None
     length = loss.shape[0] if loss.shape.rank else None
     is_eager = not is_of_graph(loss)
@@ -134,7 +134,7 @@ def are_values_of_rows(
     return True
 
 
-def warn_about_added_sum(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> None:
+def warn_about_added_sum(run: Step, rank: Any, loss: tf.Tensor) -> None:
     """Warns of an `add_loss` that is a sum over the replica's rows."""
     value = _value_of_several(run, rank, loss)
     if value is not None and Term.SUM in value.terms:
@@ -145,7 +145,7 @@ def warn_about_added_sum(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> None:
         )
 
 
-def warn_about_sum_of_all(run: ReplicaRun, rank: Any, losses: tf.Tensor) -> None:
+def warn_about_sum_of_all(run: Step, rank: Any, losses: tf.Tensor) -> None:
     """Warns of row losses, to be added up, that are equal on all replicas."""
     value = _value_of_several(run, rank, losses)
     if value is not None and value.of_all and not value.is_local:
@@ -157,7 +157,7 @@ def warn_about_sum_of_all(run: ReplicaRun, rank: Any, losses: tf.Tensor) -> None
         )
 
 
-def warn_about_loss(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> None:
+def warn_about_loss(run: Step, rank: Any, loss: tf.Tensor) -> None:
     """Warns of a loss for `local_mean` that is a sum over rows."""
     value = _value_of_several(run, rank, loss)
     if value is not None and value.cross:
@@ -172,10 +172,10 @@ def warn_about_loss(run: ReplicaRun, rank: Any, loss: tf.Tensor) -> None:
 
 
 def warn_about_weighted_number(
-    run: ReplicaRun, rank: Any, number: tf.Tensor, weights: Any
+    run: Step, rank: Any, number: tf.Tensor, weights: Any
 ) -> None:
     """Warns of one loss for all rows, by which Keras multiplies weights or a mask."""
-    is_share = run.shares[trace_of(rank)].standing_of(number) is Standing.SHARE
+    is_share = run.trace(rank).shares.standing_of(number) is Standing.SHARE
     if run.group_size > 1 and not (is_share and weights is None):
         run.suspicions.add(
             "a loss function returned one number for all rows, and Keras multiplied "
@@ -186,10 +186,10 @@ def warn_about_weighted_number(
         )
 
 
-def reported_standing(run: ReplicaRun, rank: Any, loss: Any, subject: str) -> Standing:
+def reported_standing(run: Step, rank: Any, loss: Any, subject: str) -> Standing:
     """The `Standing` of a loss that is reported; warns where a part is no share.
     `subject` starts the warning's sentence, such as "the step returned"."""
-    shares = run.shares[trace_of(rank)]
+    shares = run.trace(rank).shares
     standing = shares.standing_of(loss)
     value = run.analysis(rank).value(loss) if is_of_graph(loss) else None
     is_function = value is not None and value.terms == {Term.MIXED}
@@ -225,14 +225,14 @@ def reported_standing(run: ReplicaRun, rank: Any, loss: Any, subject: str) -> St
     return standing
 
 
-def note_crossing(run: ReplicaRun, value: Value) -> None:
+def note_crossing(run: Step, value: Value) -> None:
     """Warns of a loss in which rows depend on other rows of the replica."""
     sentence = crossing_of(value.cross) if run.group_size > 1 else None
     if sentence is not None:
         run.suspicions.add(sentence, "crossing")
 
 
-def warn_about_number(run: ReplicaRun, rank: Any, metric: Any, number: Any) -> None:
+def warn_about_number(run: Step, rank: Any, metric: Any, number: Any) -> None:
     """Warns of a number that `metric` counts and that is not a mean over rows."""
     if _is_no_mean(run, rank, number):
         run.checked_numbers.update(id(variable.value) for variable in metric.variables)
@@ -242,7 +242,7 @@ def warn_about_number(run: ReplicaRun, rank: Any, metric: Any, number: Any) -> N
         )
 
 
-def warn_about_returned(run: ReplicaRun, rank: Any, number: tf.Tensor) -> None:
+def warn_about_returned(run: Step, rank: Any, number: tf.Tensor) -> None:
     """Warns of a number that a step returns and that is not a mean over rows."""
     if _is_no_mean(run, rank, number):
         run.state_suspicions.add(
@@ -250,12 +250,12 @@ def warn_about_returned(run: ReplicaRun, rank: Any, number: tf.Tensor) -> None:
         )
 
 
-def _is_no_mean(run: ReplicaRun, rank: Any, number: Any) -> bool:
+def _is_no_mean(run: Step, rank: Any, number: Any) -> bool:
     value = _value_of_several(run, rank, number)
     return value is not None and is_no_mean(value)
 
 
-def _value_of_several(run: ReplicaRun, rank: Any, tensor: Any) -> Value | None:
+def _value_of_several(run: Step, rank: Any, tensor: Any) -> Value | None:
     """The value of a graph's tensor, if there are several replicas; else None."""
     if run.group_size == 1 or not is_of_graph(tensor):
         return None
@@ -263,11 +263,11 @@ def _value_of_several(run: ReplicaRun, rank: Any, tensor: Any) -> Value | None:
 
 
 def note_gradients(
-    run: ReplicaRun, rank: Any, gradients: Sequence[Any], optimizer: Any
+    run: Step, rank: Any, gradients: Sequence[Any], optimizer: Any
 ) -> None:
     """Records the values of gradients that a program gives an optimizer."""
-    trace = trace_of(rank)
-    if run.group_size == 1 or run.is_updating or trace != min(run.batches, default=0):
+    is_first = run.trace(rank) is run.traces[0]
+    if run.group_size == 1 or run.is_updating or not is_first:
         return  # one replica is enough: all do the same
     for gradient in gradients:
         part = getattr(gradient, "values", gradient)
@@ -276,7 +276,7 @@ def note_gradients(
             run.applied.setdefault(value, str(optimizer.name))
 
 
-def find_faults_of_losses(run: ReplicaRun, model: Any, step: Any) -> None:
+def find_faults_of_losses(run: Step, model: Any, step: Any) -> None:
     """Adds findings about the losses whose gradients optimizers got in this run."""
     if run.group_size == 1:
         return
@@ -309,7 +309,7 @@ def find_faults_of_losses(run: ReplicaRun, model: Any, step: Any) -> None:
         gradient.target is None or Term.UNKNOWN in gradient.target.terms
         for gradient in run.applied
     )
-    if (tf.executing_eagerly() or is_unknown) and not run.scaled_losses:
+    if (tf.executing_eagerly() or is_unknown) and not run.has_scaled_losses:
         why = _why_it_may_be_local(run, model, step)
         if why is not None and not run.suspicions:
             run.suspicions.add(_unscaled(run, why), "unscaled")
@@ -317,29 +317,31 @@ def find_faults_of_losses(run: ReplicaRun, model: Any, step: Any) -> None:
         run.state_suspicions.drop("number")  # the same fault, reported
 
 
-def is_scaled_by_hand(run: ReplicaRun, loss: Value) -> bool:
+def is_scaled_by_hand(run: Step, loss: Value) -> bool:
     """Whether the parts of a loss that are no share may be scaled by the program."""
     others = loss.terms - {Term.SHARE, Term.REPLICATED, Term.CONSTANT, Term.MEAN}
     return run.scales_by_hand and not others
 
 
-def _why_it_may_be_local(run: ReplicaRun, model: Any, step: Any) -> str | None:
+def _why_it_may_be_local(run: Step, model: Any, step: Any) -> str | None:
     """Where the analysis knows nothing of a loss: what is compiled."""
     if name_of_step(step) != "train_step":
         return None
     own = "its {} is its own and no Keras loss took a mean in it"
     if not is_stock_step(step):
-        return None if run.added_losses else own.format("train_step")
+        return None if run.has_added_losses else own.format("train_step")
     losses = list(filter(None, given_losses(model)))
     if not losses:  # only layers, or `compute_loss`, produce losses
         is_own = type(model).compute_loss is not keras.Model.compute_loss
-        return own.format("compute_loss") if is_own and not run.added_losses else None
+        return (
+            own.format("compute_loss") if is_own and not run.has_added_losses else None
+        )
     reductions = {getattr(loss, "reduction", "mean") for loss in losses}
     is_scaled = reductions <= {"sum", "none", None}
     return None if is_scaled else "its loss function returns a scalar"
 
 
-def _unscaled(run: ReplicaRun, why: str, optimizer: str = "") -> str:
+def _unscaled(run: Step, why: str, optimizer: str = "") -> str:
     of = f" whose gradients {optimizer!r} got" if optimizer else ""
     return (
         f"the loss{of} was not scaled to its share of the global batch: {why}, and no "

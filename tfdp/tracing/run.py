@@ -1,155 +1,195 @@
-"""State of one `strategy.run` while its replicas are traced."""
+"""What tfdp knows of one `strategy.run` while it traces the replicas.
+
+A `Step` has the frozen `Batch`, one `Trace` per graph that is built, and how the
+replicas work together (`Mode`).
+"""
 
 from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+import enum
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import tensorflow as tf
 
-from tfdp._private.names import current_rank, in_compiled_function
+from tfdp._private.names import current_rank
 from tfdp.exchange.engine import current_exchange_name
 from tfdp.lint.analysis import Analysis
 from tfdp.lint.findings import Findings
 from tfdp.lint.registry import is_of_graph, key_of
 from tfdp.lint.values import PART_OF_ROWS, ROW_SOURCE, Value
 from tfdp.tracing.loss_shares import LossShares
-from tfdp.tracing.padded_batch import Padding
+from tfdp.tracing.rows import Batch, Rows, parts_of_batch
 from tfdp.tracing.trace_order import EagerOrder
 
 
+class Mode(enum.Enum):
+    """How the replicas of a step work together.
+
+    PLAIN: all replicas sum their gradients. LOCAL: groups of replicas read and update
+    weights of their own (`tfdp.sync`). PADDED: all replicas sum their gradients, and a
+    short batch is padded to a fixed size.
+    """
+
+    PLAIN = "plain"
+    LOCAL = "local"
+    PADDED = "padded"
+
+
+class Trace:
+    """What one replica does while its graph is built; on TPU, where one graph serves
+    all replicas, what each of them does."""
+
+    def __init__(self, step: Step, rank: int) -> None:
+        self._step, self.rank = step, rank
+        #: The tensors of the replica's batch.
+        self.batch: list[tf.Tensor] = []
+        #: Which of its rows are real.
+        self.rows = Rows()
+        #: Of a padded batch: whether a loss was computed that excludes the padding, and
+        #: whether that also has sample weights of the program's.
+        self.loss_is_weighted = self.has_user_weights = False
+        #: Whether layers summed over replicas: then a value of this replica gets
+        #: gradients from other replicas' losses.
+        self.is_mixed = False
+        #: Whether an optimizer sums values that exclude dummy rows. Eager replicas, and
+        #: those that create variables, take turns.
+        self.sums_own_parts = False
+        #: The active optimizers, outermost first: whether they still reduce.
+        self.updates: list[bool] = []
+        #: Whether an optimizer has been active.
+        self.has_updated = False
+        #: Whether an optimizer updates this replica's shard.
+        self.updates_shard = False
+        #: Mirrored float variables that the replica assigned independently, by id.
+        self.local_state: dict[int, Any] = {}
+        #: Those assignments in graphs: variable, value.
+        self.stored: list[tuple[Any, tf.Tensor]] = []
+        #: Assignments in graphs to sums of metrics: variable, value, is it added.
+        self.counted: list[tuple[Any, tf.Tensor, bool]] = []
+        #: The `batch_weight.Denominator` of each mean loss, and how many of them
+        #: optimizers have consumed.
+        self.denominators: list[Any] = []
+        self.denominators_used = 0
+        #: Losses of layers, by the id of the list that Keras appends them to.
+        self.layer_losses: dict[int, list[Any]] = collections.defaultdict(list)
+        #: By name scope: the number of values whose gradient takes an exchange.
+        self.exchanges_due: dict[str, int] = collections.defaultdict(int)
+        #: Gradients of sharded variables, by their keys (`key_of`).
+        self.shard_gradients: dict[Any, tf.Tensor] = {}
+        #: By the id of a variable: the shard of it that an optimizer updates.
+        self.shard_views: dict[int, Any] = {}
+
+    @functools.cached_property
+    def analysis(self) -> Analysis:
+        """The values of the tensors of this graph."""
+        batch, step = self.batch, self._step
+        if step.replicas == 1:
+            # Its rows are plain tensors among other arguments.
+            batch = [b for b in batch if b.shape[:1] == batch[0].shape[:1]]
+        sources = {key_of(part): ROW_SOURCE for part in batch if part.shape.rank != 0}
+        sources |= {key_of(part): PART_OF_ROWS for part in step.batch.sparse_parts}
+        rows = batch[0].shape[0] if batch and batch[0].shape.rank else None
+        return Analysis(sources, rows)
+
+    @functools.cached_property
+    def shares(self) -> LossShares:
+        """Which numbers are shares of the global loss."""
+        return LossShares(lambda tensor: self.analysis.value(tensor))
+
+
 @dataclass
-class ReplicaRun:
+class Step:
     """State of one call of `strategy.run`, shared by the threads of its replicas.
 
-    Fields "by trace" have one entry per graph that is built; see `trace_of`.
-
     Args:
-      replicas: number of replicas in this process.
-      counts: the samples of each replica: Python integers where shapes are static, else
-        scalar int32 tensors; None when no batch was passed in.
-      total: their sum over all hosts.
-      spans_hosts: whether other hosts have replicas of this run.
-      hosts_are_equal: whether every host certainly has the same number of rows.
+      replicas: number of replicas, on all hosts once these have been counted.
+      traces: one for each replica of this process.
     """
 
     replicas: int
-    counts: list[Any] | None = None
-    total: Any = None
-    spans_hosts: bool = False
-    hosts_are_equal: bool = False
+    batch: Batch = field(default_factory=Batch)
+    traces: Sequence[Trace] = field(init=False)
+    mode: Mode = Mode.PLAIN
+    #: Local training: the replicas of this process that step together, by group.
+    groups: tuple[tuple[int, ...], ...] | None = None
     #: Whether there is one replica on one host: its values are the global ones.
     is_of_one: bool = False
-    #: Traces whose loss was scaled to its share of the global one.
-    scaled_losses: set[int] = field(default_factory=set)
-    #: By trace: the values of its tensors.
-    analyses: dict[int, Analysis] = field(default_factory=dict)
-    #: The values of gradients that optimizers got, with the names of these.
-    applied: dict[Value, str] = field(default_factory=dict)
-    #: Whether the program reads the number of replicas in a replica, to scale by it.
-    scales_by_hand: bool = False
-    #: By trace: which numbers are shares of the global loss.
-    shares: dict[int, LossShares] = field(default_factory=dict)
-    #: Traces that added losses of layers (penalties, `add_loss`) to the model's.
-    added_losses: set[int] = field(default_factory=set)
-    #: The tensors that ragged and sparse parts of the batch consist of.
-    sparse_parts: list[tf.Tensor] = field(default_factory=list)
-    #: Whether the replicas were given any tensor.
-    has_tensors: bool = False
-    #: By trace: the tensors of the replica's batch.
-    batches: dict[int, list[tf.Tensor]] = field(default_factory=dict)
-    #: Why a loss may be that of the local batch only, for a warning.
-    suspicions: Findings = field(default_factory=Findings)
-    #: Why stored state may not be a mean over rows.
-    state_suspicions: Findings = field(default_factory=Findings)
-    #: By trace: mirrored float variables that the replica assigned independently.
-    local_state: dict[int, dict[int, Any]] = field(default_factory=dict)
-    #: Those assignments in graphs: rank, variable, value.
-    stored: list[tuple[int, Any, tf.Tensor]] = field(default_factory=list)
-    #: Assignments in graphs to sums of metrics: rank, variable, value, is it added.
-    counted: list[tuple[int, Any, tf.Tensor, bool]] = field(default_factory=list)
-    #: Ids of metric variables that are checked elsewhere, or warned about already.
-    checked_numbers: set[int] = field(default_factory=set)
-    #: Ids of metrics that count a number of all rows by the replica's rows.
-    weighted_means: set[int] = field(default_factory=set)
+    #: Skips steps that are not finite (`tfdp.step.finite_guard`), or None.
+    guard: Any = None
+    #: Probes that record the norms of gradients (`tfdp.step.observers`).
+    probes: list[Any] = field(default_factory=list)
+    #: Checks that eager replicas take part in the same exchanges in the same order.
+    eager_order: EagerOrder = field(default_factory=EagerOrder)
+    #: Ids of optimizers that sent their momentum instead of gradients.
+    sent_momentum: set[int] = field(default_factory=set)
+
+    #: Whether a replica without rows would get a dummy row, on every host.
+    adds_dummy_rows: bool = False
+    #: Whether the loss of dummy rows, and with it its gradients, is 0.
+    loss_is_own: bool = False
+
     #: Whether buffers that are still local are synchronized at the end of the step.
     synchronizes_at_end: bool = False
     #: Ids of those buffers, as the first replica found them; None: not computed yet.
     late_buffers: set[int] | None = None
     #: Ids of variables in which replicas accumulate their own sums of gradients.
     own_sums: set[int] = field(default_factory=set)
-    #: By trace: the `batch_weight.Denominator` of each mean loss, and how many of them
-    #: optimizers have consumed.
-    denominators: dict[int, list[Any]] = field(default_factory=dict)
-    denominators_used: dict[int, int] = field(default_factory=dict)
-    #: By trace: the valid rows of batches padded to a fixed size.
-    padding: dict[int, Padding] = field(default_factory=dict)
-    #: Whether a replica without rows would get a dummy row, on every host.
-    adds_dummy_rows: bool = False
-    #: By replica: whether its rows are real; None when no replica has a dummy row.
-    owns_rows: list[Any] | None = None
-    #: Whether the loss of dummy rows, and with it its gradients, is 0.
-    loss_is_own: bool = False
-    #: Whether a dummy row may be synthetic: the model may turn it into NaN, and 0 times
-    #: NaN is not 0.
-    has_synthetic_rows: bool = False
-    #: Traces in which layers summed over replicas: there a value of one replica gets
-    #: gradients from other replicas' losses.
-    mixed: set[int] = field(default_factory=set)
-    #: Traces in which an optimizer sums values that exclude dummy rows. By trace:
-    #: eager replicas, and those that create variables, take turns.
-    sums_own_parts: set[int] = field(default_factory=set)
-    #: By trace: the active optimizers, outermost first, and whether they still reduce.
-    updates: dict[int, list[bool]] = field(default_factory=dict)
-    #: Traces in which an optimizer updates this replica's shard.
-    shard_updates: set[int] = field(default_factory=set)
-    #: Local training (`tfdp.sync`): the replicas of this process that step together,
-    #: by group; None: all replicas step together.
-    groups: tuple[tuple[int, ...], ...] | None = None
-    #: By trace and name scope: the number of values whose gradient takes an exchange.
-    exchanges_due: dict[tuple[int, str], int] = field(
-        default_factory=lambda: collections.defaultdict(int)
-    )
-    #: By trace: gradients of sharded variables, by their keys (`key_of`).
-    shard_gradients: dict[int, dict[Any, tf.Tensor]] = field(
-        default_factory=lambda: collections.defaultdict(dict)
-    )
-    #: Checks that eager replicas take part in the same exchanges in the same order.
-    eager_order: EagerOrder = field(default_factory=EagerOrder)
-    #: Ids of optimizers that sent their momentum instead of gradients.
-    sent_momentum: set[int] = field(default_factory=set)
-    #: Skips steps that are not finite (`tfdp.step.finite_guard`), or None.
-    guard: Any = None
-    #: Probes that record the norms of gradients (`tfdp.step.observers`).
-    probes: list[Any] = field(default_factory=list)
+
+    #: Why a loss may be that of the local batch only, for a warning.
+    suspicions: Findings = field(default_factory=Findings)
+    #: Why stored state may not be a mean over rows.
+    state_suspicions: Findings = field(default_factory=Findings)
+    #: The values of gradients that optimizers got, with the names of these.
+    applied: dict[Value, str] = field(default_factory=dict)
+    #: Whether a loss was scaled to its share of the global one.
+    has_scaled_losses: bool = False
+    #: Whether losses of layers (penalties, `add_loss`) were added to the model's.
+    has_added_losses: bool = False
+    #: Whether the program reads the number of replicas in a replica, to scale by it.
+    scales_by_hand: bool = False
+    #: Ids of metric variables that are checked elsewhere, or warned about already.
+    checked_numbers: set[int] = field(default_factory=set)
+    #: Ids of metrics that count a number of all rows by the replica's rows.
+    weighted_means: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.shares = _SharesByTrace(self)
+        self.traces = tuple(Trace(self, rank) for rank in range(self.replicas))
+
+    def trace(self, rank: Any) -> Trace:
+        """The trace of `rank`; on TPU, where ranks are tensors, the only one."""
+        return self.traces[rank if isinstance(rank, int) else 0]
+
+    def take_batch(self, arguments: Any) -> None:
+        """Stores the tensors of each replica's batch, of nested per-replica values."""
+        batch, _ = parts_of_batch(arguments, len(self.traces))
+        for trace in self.traces:
+            # The inner values of ragged and sparse tensors have other rows.
+            own = [parts[trace.rank] for parts in batch]
+            trace.batch = [part for part in own if isinstance(part, tf.Tensor)]
+
+    @property
+    def here(self) -> Trace:
+        """The trace of the calling replica."""
+        return self.trace(current_rank())
 
     def analysis(self, rank: Any) -> Analysis:
         """The analysis of the graph in which `rank` is traced."""
-        trace = trace_of(rank)
-        if trace not in self.analyses:
-            batch = self.batches.get(trace, [])
-            if self.replicas == 1:
-                # Its rows are plain tensors among other arguments.
-                batch = [b for b in batch if b.shape[:1] == batch[0].shape[:1]]
-            sources = {
-                key_of(part): ROW_SOURCE for part in batch if part.shape.rank != 0
-            }
-            sources |= {key_of(part): PART_OF_ROWS for part in self.sparse_parts}
-            rows = batch[0].shape[0] if batch and batch[0].shape.rank else None
-            self.analyses[trace] = Analysis(sources, rows)
-        return self.analyses[trace]
+        return self.trace(rank).analysis
 
     @property
     def is_local(self) -> bool:
         """Whether this is local training: steps read and update local weights."""
-        return self.groups is not None
+        return self.mode is Mode.LOCAL
+
+    def train_in(self, groups: tuple[tuple[int, ...], ...]) -> None:
+        """Makes this local training, in which the replicas of a group step together."""
+        self.mode, self.groups = Mode.LOCAL, groups
 
     def group_of(self, rank: int) -> tuple[int, ...]:
         if self.groups is None:
@@ -159,36 +199,28 @@ class ReplicaRun:
     @property
     def is_even(self) -> bool:
         """Whether every replica certainly has the same number of samples."""
-        if self.padding:
-            return False
-        if self.counts is None:
-            return True
+        counts = self.batch.counts
+        if self.mode is Mode.PADDED or counts is None:
+            return self.mode is not Mode.PADDED
         # The shapes of other hosts are not available here.
-        return (
-            not self.spans_hosts
-            and all(isinstance(n, int) for n in self.counts)
-            and len(set(self.counts)) == 1
-        )
+        is_static = all(isinstance(n, int) for n in counts)
+        return not self.batch.spans_hosts and is_static and len(set(counts)) == 1
 
     def count_of(self, rank: Any) -> Any:
         """n_r: the samples of `rank`; 1 for each when no batch was passed in."""
-        padding = self.padding_of(rank)
-        if padding is not None:
-            return padding.count
-        if self.counts is None:
+        rows, counts = self.trace(rank).rows, self.batch.counts
+        if rows.is_padded:
+            return rows.count
+        if counts is None:
             return 1
         if isinstance(rank, int):
-            return self.counts[rank]
-        return tf.gather(tf.stack(self.counts), rank)
+            return counts[rank]
+        return tf.gather(tf.stack(counts), rank)
 
     def total_of(self, rank: Any) -> Any:
         """N: the samples of all replicas; None when no batch was passed in."""
-        padding = self.padding_of(rank)
-        return self.total if padding is None else padding.total
-
-    def padding_of(self, rank: Any) -> Padding | None:
-        """The padding of the replica's batch; None when it was not padded."""
-        return self.padding.get(trace_of(rank))
+        rows = self.trace(rank).rows
+        return rows.total if rows.is_padded else self.batch.total
 
     def share_of(self, rank: Any, dtype: tf.DType = tf.float32) -> tf.Tensor:
         """n_r / N, a scalar."""
@@ -200,8 +232,6 @@ class ReplicaRun:
 
     def share_in_group(self, rank: Any) -> tf.Tensor:
         """n_r / N_g: the replica's fraction of its group's samples."""
-        if self.groups is None:
-            return self.share_of(rank)
         if self.is_even:
             return tf.constant(self.even_share)
         return tf.math.divide_no_nan(
@@ -230,166 +260,140 @@ class ReplicaRun:
         """How many replicas step together."""
         return self.replicas if self.groups is None else len(self.groups[0])
 
-    def has_own_rows(self, rank: Any) -> Any:
-        """Whether `rank` computes on real rows; a boolean, or a scalar tensor."""
-        return True if self.owns_rows is None else self.owns_rows[rank]
+    @property
+    def has_dummy_rows(self) -> bool:
+        """Whether a replica of this process may compute on a dummy row."""
+        return any(trace.rows.present is not True for trace in self.traces)
 
     def own_part(self, rank: Any, value: Any) -> Any:
         """`value`, or 0 (or no slices) where it was computed from a dummy row."""
-        own = self.has_own_rows(rank)
-        if own is True:
-            return value
-        if isinstance(value, tf.IndexedSlices):
-            count = tf.shape(value.indices)[0] * tf.cast(own, tf.int32)
-            return tf.IndexedSlices(
-                value.values[:count], value.indices[:count], value.dense_shape
-            )
-        value = tf.convert_to_tensor(value)
-        # Not times 0: a value of a dummy row may be infinite.
-        return tf.where(own, value, tf.zeros_like(value))
+        return self.trace(rank).rows.part(value)
 
     def is_own_gradient(self, rank: Any, gradient: Any) -> bool:
         """Whether dummy rows certainly contribute nothing to it; the usual case."""
-        if isinstance(gradient, tf.IndexedSlices) or self.has_synthetic_rows:
+        trace = self.trace(rank)
+        if isinstance(gradient, tf.IndexedSlices) or trace.rows.may_be_synthetic:
             return False
-        return self.loss_is_own and trace_of(rank) not in self.mixed
+        return self.loss_is_own and not trace.is_mixed
 
     def own_gradient(self, rank: Any, gradient: Any) -> Any:
         """`gradient` without the contribution of dummy rows."""
-        own = self.has_own_rows(rank)
-        if own is True or self.is_own_gradient(rank, gradient):
+        if self.is_own_gradient(rank, gradient):
             return gradient
-        if (
-            self.has_synthetic_rows
-            and tf.is_tensor(own)
-            and isinstance(gradient, tf.Tensor)
-        ):
-            return kept_if(own, gradient)
-        return self.own_part(rank, gradient)
+        return self.trace(rank).rows.part_of_gradient(gradient)
 
     def parts_to_sum(self, rank: Any, values: Any) -> Any:
         """`values` without dummy rows, for a sum over replicas in a layer or loss."""
-        if self.owns_rows is None or trace_of(rank) in self.sums_own_parts:
+        trace = self.trace(rank)
+        if not self.has_dummy_rows or trace.sums_own_parts:
             return values
-        self.mixed.add(trace_of(rank))
-        return tf.nest.map_structure(
-            lambda value: self.own_part(rank, value), values, expand_composites=False
-        )
+        trace.is_mixed = True
+        return tf.nest.map_structure(trace.rows.part, values, expand_composites=False)
 
     @contextlib.contextmanager
     def summing_own_parts(self, rank: Any) -> Iterator[None]:
         """Within this, the values that `rank` sums exclude dummy rows already."""
-        trace = trace_of(rank)
-        is_outermost = trace not in self.sums_own_parts
-        self.sums_own_parts.add(trace)
+        trace = self.trace(rank)
+        before, trace.sums_own_parts = trace.sums_own_parts, True
         try:
             yield
         finally:
-            if is_outermost:
-                self.sums_own_parts.discard(trace)
+            trace.sums_own_parts = before
 
     @property
     def is_updating(self) -> bool:
         """Whether an optimizer is active on the calling replica."""
-        return bool(self.updates.get(trace_of(current_rank())))
+        return bool(self.here.updates)
 
     @property
     def updates_replicated(self) -> bool:
         """Whether the active optimizer makes the same update on all replicas."""
-        is_own = self.is_local or trace_of(current_rank()) in self.shard_updates
+        is_own = self.is_local or self.here.updates_shard
         return self.is_updating and not is_own
 
     @property
     def reduces_in_update(self) -> bool:
         """Whether the active optimizer got gradients that are not reduced yet."""
-        return any(self.updates.get(trace_of(current_rank()), []))
+        return any(self.here.updates)
 
     @contextlib.contextmanager
     def updating(self, *, reduces: bool = False) -> Iterator[None]:
         """Within this an optimizer updates: its assignments are not local state.
         `reduces`: it still has to reduce its gradients."""
-        mine = self.updates.setdefault(trace_of(current_rank()), [])
-        mine.append(reduces)
+        trace = self.here
+        trace.has_updated = True
+        trace.updates.append(reduces)
         try:
             yield
         finally:
-            mine.pop()
+            trace.updates.pop()
 
     @contextlib.contextmanager
     def updating_shard(self) -> Iterator[None]:
-        trace = trace_of(current_rank())
-        self.shard_updates.add(trace)
+        trace = self.here
+        trace.updates_shard = True
         try:
             yield
         finally:
-            self.shard_updates.discard(trace)
+            trace.updates_shard = False
+
+    @property
+    def has_updated(self) -> bool:
+        """Whether an optimizer has been active on a replica."""
+        return any(trace.has_updated for trace in self.traces)
 
     def note_local_state(self, rank: Any, variable: Any, value: Any = None) -> None:
         """Records that a replica assigned `value` to its own copy, unless in an update,
         which is the same on all replicas."""
-        if self.updates.get(trace_of(rank)):
+        trace = self.trace(rank)
+        if trace.updates:
             return
-        self.local_state.setdefault(trace_of(rank), {})[id(variable)] = variable
+        trace.local_state[id(variable)] = variable
         if isinstance(rank, int) and is_of_graph(value):
-            self.stored.append((rank, variable, value))
+            trace.stored.append((variable, value))
 
     def note_counted(
         self, rank: Any, variable: Any, value: Any, is_added: bool
     ) -> None:
         """Records what a replica assigns, or adds, to a sum of a metric."""
         if isinstance(rank, int) and is_of_graph(value):
-            self.counted.append((rank, variable, value, is_added))
+            self.trace(rank).counted.append((variable, value, is_added))
+
+    @property
+    def stored(self) -> list[tuple[int, Any, tf.Tensor]]:
+        """What replicas assigned in graphs to their copies: rank, variable, value."""
+        return [(trace.rank, *one) for trace in self.traces for one in trace.stored]
+
+    @property
+    def counted(self) -> list[tuple[int, Any, tf.Tensor, bool]]:
+        """What replicas assigned to sums of metrics; see `note_counted`."""
+        return [(trace.rank, *one) for trace in self.traces for one in trace.counted]
 
     def take_local_state(self, rank: Any) -> list[Any]:
         """Removes and returns the variables recorded by `note_local_state`."""
-        return list(self.local_state.pop(trace_of(rank), {}).values())
+        trace = self.trace(rank)
+        taken, trace.local_state = trace.local_state, {}
+        return list(taken.values())
 
     def return_local_state(self, rank: Any, variables: Iterable[Any]) -> None:
-        state = self.local_state.setdefault(trace_of(rank), {})
+        state = self.trace(rank).local_state
         state.update((id(variable), variable) for variable in variables)
 
     def stored_graphs(self, rank: Any) -> dict[int, Any]:
         """By the ids of variables: the graph in which the replica stored them last."""
-        return {id(v): value.graph for by, v, value in self.stored if by == rank}
+        return {id(v): value.graph for v, value in self.trace(rank).stored}
 
 
-class _SharesByTrace(dict[int, LossShares]):
-    def __init__(self, run: ReplicaRun) -> None:
-        self._run = run
-
-    def __missing__(self, trace: int) -> LossShares:
-        self[trace] = LossShares(lambda tensor: self._run.analysis(trace).value(tensor))
-        return self[trace]
+#: The name of `Step` in files that move to `tfdp/chain`.
+ReplicaRun = Step
 
 
-def current_run() -> tuple[ReplicaRun, int] | None:
+def current_run() -> tuple[Step, int] | None:
     """The run and this replica's rank; None outside a tfdp strategy's replicas."""
     if tf.distribute.in_cross_replica_context():
         return None
     run = getattr(tf.distribute.get_strategy().extended, "current_run", None)
     return None if run is None else (run, current_rank())
-
-
-def trace_of(rank: Any) -> int:
-    """The index of the graph in which `rank` is traced: one per replica; on TPU, where
-    ranks are tensors, one for all."""
-    return rank if isinstance(rank, int) else 0
-
-
-# Below this a branch costs more tracing time (milliseconds) than one read and write of
-# the tensor per step. (Hand-built Switch and Merge cost neither, but such steps hang.)
-LEAST_BRANCH_BYTES = 1 << 20
-
-
-def kept_if(condition: Any, value: tf.Tensor) -> tf.Tensor:
-    """`value` where the scalar `condition` holds, else zeros; large values by a branch,
-    so that they are not copied."""
-    if tf.executing_eagerly():
-        return value if condition else tf.zeros_like(value)
-    size_bytes = (value.shape.num_elements() or 0) * value.dtype.size
-    if size_bytes < LEAST_BRANCH_BYTES or in_compiled_function():
-        return tf.where(condition, value, tf.zeros_like(value))
-    return tf.cond(condition, lambda: value, lambda: tf.zeros_like(value))
 
 
 def name_of_gradient() -> str:
@@ -401,8 +405,9 @@ def name_of_gradient() -> str:
         return ""
     run, rank = found
     within = current_exchange_name() or ""
-    run.exchanges_due[trace_of(rank), within] += 1
-    return f"{within}{run.exchanges_due[trace_of(rank), within]}."
+    due = run.trace(rank).exchanges_due
+    due[within] += 1
+    return f"{within}{due[within]}."
 
 
 def call_before_step(function: Callable[[], None]) -> None:

@@ -10,15 +10,15 @@ import tensorflow as tf
 from tfdp._private.names import own_copy, whole_of
 from tfdp.lint.analysis import handle_of
 from tfdp.lint.values import SAME, SCALED, Term, Value
-from tfdp.tracing.run import ReplicaRun, trace_of
+from tfdp.tracing.run import Step
 
 
-def is_of_own_rows(run: ReplicaRun, rank: Any, value: tf.Tensor) -> bool:
+def is_of_own_rows(run: Step, rank: Any, value: tf.Tensor) -> bool:
     """Whether `value` depends on the replica's rows, and no exchange is between."""
     return run.analysis(rank).value(value).is_of_own_rows
 
 
-def is_same_on_every_replica(run: ReplicaRun, rank: Any, value: Any, own: Any) -> bool:
+def is_same_on_every_replica(run: Step, rank: Any, value: Any, own: Any) -> bool:
     """Whether `value` certainly depends on constants and the variable `own` only, this
     replica's component of a replicated variable: Keras writes
     `counter.assign(counter + 1)`, which each step would broadcast otherwise."""
@@ -44,7 +44,7 @@ def own_handle(variable: Any, rank: int) -> Any:
 
 
 def linear_sources(
-    run: ReplicaRun, rank: Any, values: Iterable[Any], handles: Mapping[int, int]
+    run: Step, rank: Any, values: Iterable[Any], handles: Mapping[int, int]
 ) -> set[int]:
     """The ids of the variables (of `handles`) that `values`, such as gradients that a
     step has accumulated itself, are linear in."""
@@ -58,7 +58,7 @@ def linear_sources(
     return {one for one in found if one is not None}
 
 
-def is_of_all_replicas(run: ReplicaRun, rank: Any, value: Any) -> bool:
+def is_of_all_replicas(run: Step, rank: Any, value: Any) -> bool:
     """Whether `value`, of a graph, depends on rows only through exchanges."""
     parts = tf.nest.flatten(value, expand_composites=True)
     found = [run.analysis(rank).value(part) for part in parts]
@@ -70,7 +70,7 @@ def is_added(value: Value, variable: Any, rank: int) -> bool:
     return (own_handle(variable, rank), SAME) in value.reads
 
 
-def stored_from_shares(run: ReplicaRun) -> tuple[list[Any], list[Any]]:
+def stored_from_shares(run: Step) -> tuple[list[Any], list[Any]]:
     """Variables in which a replica stored values that depend on its loss share: those
     that are averaged over replicas; and those that only accumulate values that do not
     depend on them, which remain parts of a sum.
@@ -78,7 +78,7 @@ def stored_from_shares(run: ReplicaRun) -> tuple[list[Any], list[Any]]:
     A share and its gradients are parts of a sum, not means over rows.
     """
     first = next((rank for rank, _, _ in run.stored), 0)
-    if not run.shares.get(trace_of(first)):
+    if not run.trace(first).shares:
         return [], []
     averaged: list[Any] = []
     sums: list[Any] = []

@@ -195,7 +195,7 @@ class ReplicaMirroredVariable(PythonValue, HandleOfReplica, OwnMeans, LocalView)
     def _added_of_own_rows(self, run: Any, rank: Any, value: Any) -> Any:
         """`value` without what a dummy row added to it, if it is a sum."""
         is_known = isinstance(rank, int) and isinstance(value, tf.Tensor)
-        if run.owns_rows is None or run.is_updating or not is_known:
+        if not run.has_dummy_rows or run.is_updating or not is_known:
             return value
         if isinstance(value, tf.__internal__.EagerTensor):
             return value
@@ -209,7 +209,7 @@ class ReplicaMirroredVariable(PythonValue, HandleOfReplica, OwnMeans, LocalView)
         """`value`; in local training, the old value if the group has no rows."""
         if not run.is_local or run.is_updating or not isinstance(rank, int):
             return value
-        own = [run.has_own_rows(peer) for peer in run.group_of(rank)]
+        own = [run.trace(peer).rows.present for peer in run.group_of(rank)]
         if any(has_rows is True for has_rows in own):
             return value
         before = self._get_replica(rank).read_value()
@@ -300,7 +300,7 @@ class ReplicaOnReadVariable(PythonValue, HandleOfReplica, names.SyncOnReadVariab
         run, rank = self.distribute_strategy.extended.current_run, names.current_rank()
         if self.aggregation == tf.VariableAggregation.SUM:
             run.note_counted(rank, self, value, is_added)
-        own = run.has_own_rows(rank)
+        own = run.trace(rank).rows.present
         if own is True:
             return value
         value = tf.convert_to_tensor(value, self.dtype)

@@ -1,8 +1,19 @@
-"""Excludes padding rows from Keras' losses and metrics.
+"""Keeps what a replica computes from dummy and padding rows out of every result.
 
-While a step of a padded batch is built, methods of the model are overridden: padding
-rows have weight 0, and `step.losses` corrects the divisors. The overrides look up the
-calling replica's padding at each call, as eager replicas take turns within a step.
+`tfdp/tracing/rows.py` says where such rows come from. A replica without rows of its own
+adds 0 to a sum over replicas; here Keras' steps become such sums:
+
+    loss           of a dummy row it is 0, and with it its gradients; padding rows have
+                   weight 0, and `step.losses` corrects the divisors
+    gradients      of a step that computes its loss by itself, or that has synthetic
+                   rows: set to 0 when the optimizer gets them
+    metrics        padding rows have weight 0 (of dummy rows the variables add 0)
+    all_gather     leaves dummy rows out, and refuses padding
+
+State of layers has weight n_r / N = 0 in the mean that is summed with the gradients.
+Unlike padding, dummy rows support `add_loss`; static shapes need no extra ops for them.
+The overrides look up the calling replica's rows at each call, as eager replicas take
+turns within a step.
 """
 
 from __future__ import annotations
@@ -24,22 +35,118 @@ from tfdp._private.keras_models import (
     metrics_as_compiled,
 )
 from tfdp._private.names import current_rank
+from tfdp._private.optimizer_hooks import variables_built_with
 from tfdp.errors import ConfigurationError
-from tfdp.seams.replace import Override, instance_attributes
-from tfdp.tracing.keras_steps import is_predict_step, is_stock_step, name_of_step
-from tfdp.tracing.padded_batch import Padding, find_padded, without_padding
-from tfdp.tracing.run import ReplicaRun, trace_of
+from tfdp.lint.registry import register_exchanged
+from tfdp.seams.replace import Override, around, instance_attributes
+from tfdp.sharding.variables import ShardedVariable, shard_kind
+from tfdp.tracing.keras_steps import (
+    as_tensors,
+    is_predict_step,
+    is_stock_step,
+    name_of_step,
+)
+from tfdp.tracing.rows import Rows, find_padded, without_padding
+from tfdp.tracing.run import Step
+from tfdp.tracing.state_checks import handles_of, is_of_all_replicas, linear_sources
+
+
+def dummy_row_overrides(
+    step: Any, optimizers: Sequence[Any], run: Step
+) -> Iterator[Override]:
+    """With these, a model learns nothing from dummy rows: Keras' own `train_step`
+    differentiates the result of `compute_loss`, which is set to 0; for other steps the
+    gradients are set to 0 when the optimizer gets them."""
+    if not run.has_dummy_rows or not name_of_step(step):
+        return
+    for optimizer in optimizers:
+        yield Override(optimizer, "apply", around(_apply, optimizer, run))
+    run.loss_is_own = is_stock_step(step)
+    if run.loss_is_own:
+        yield Override(step.__self__, "compute_loss", around(_own_loss, run))
+
+
+def _own_loss(compute: Callable, run: Step, *args: Any, **kwargs: Any) -> Any:
+    loss = compute(*args, **kwargs)
+    return loss if loss is None else run.here.rows.part(loss)
+
+
+def _apply(
+    apply: Callable,
+    optimizer: Any,
+    run: Step,
+    gradients: Sequence[Any],
+    trainable_variables: Any = None,
+) -> Any:
+    if run.is_updating:  # called by another optimizer, with reduced gradients
+        return apply(gradients, trainable_variables)
+    rank = current_rank()
+    stored = handles_of(run.trace(rank).local_state.values(), rank)
+    own = as_tensors(gradients)
+    built_with = trainable_variables or variables_built_with(optimizer)
+    variables = list(built_with or [None] * len(own))
+    for place, (gradient, variable) in enumerate(zip(own, variables, strict=True)):
+        # Gradients of sharded variables were reduced already, without dummy rows.
+        is_sum = variable is not None and shard_kind(variable) is ShardedVariable
+        if gradient is None or is_sum or run.is_own_gradient(rank, gradient):
+            continue
+        # Accumulators of the step hold gradients of earlier, real rows; and what it has
+        # summed over replicas itself depends on the rows of all.
+        is_of_others = linear_sources(run, rank, [gradient], stored)
+        if not (is_of_others or is_of_all_replicas(run, rank, gradient)):
+            own[place] = run.own_gradient(rank, gradient)
+    with run.summing_own_parts(rank):
+        return apply(own, trainable_variables)
+
+
+@contextlib.contextmanager
+def gathering_real_rows(run: Step) -> Iterator[None]:
+    """Within this, `all_gather` of a replica, along the first axis, leaves dummy rows
+    out."""
+    context = tf.distribute.get_replica_context()
+    gather = functools.partial(_gather, context, run)
+    with instance_attributes(context, {"all_gather": gather}):
+        yield
+
+
+def _gather(context: Any, run: Step, value: Any, axis: int, options: Any = None) -> Any:
+    original = type(context).all_gather.__get__(context)
+    if axis == 0:
+        rows = run.here.rows
+        _refuse_padding(rows, value)
+        value = tf.nest.map_structure(lambda part: _real_rows(rows, part), value)
+    gathered = original(value, axis, options)
+    return register_exchanged(tf.nest.map_structure(tf.identity, gathered))
+
+
+def _refuse_padding(rows: Rows, value: Any) -> None:
+    for part in tf.nest.flatten(value):
+        if rows.is_padded and tf.TensorShape(part.shape)[:1] == [rows.size]:
+            raise ConfigurationError(
+                "all_gather was called on a tensor with a row for each row of a batch "
+                "that was padded to a fixed size (pad_batches): the padding would be "
+                "in it. Leave out pad_batches, or give batches of one size "
+                "(drop_remainder=True), which are not padded."
+            )
+
+
+def _real_rows(rows: Rows, value: Any) -> Any:
+    """`value` without dummy rows, if its length is dynamic, as that of rows is then."""
+    has_axis = isinstance(value, tf.Tensor) and value.shape.rank != 0
+    if not has_axis or value.shape[0] is not None or rows.present is True:
+        return value
+    return value[: tf.shape(value)[0] * tf.cast(rows.present, tf.int32)]
 
 
 def padding_overrides(
-    model: Any, run: ReplicaRun, made_metrics: Sequence[keras.metrics.Metric]
+    model: Any, run: Step, made_metrics: Sequence[keras.metrics.Metric]
 ) -> Iterator[Override]:
     """With these, the loss and metrics of `model` exclude padding rows."""
     if not isinstance(model, keras.Model):
         return
 
     overrides: list[tuple[Any, str, Callable]] = [
-        (model, "compute_loss", _compute_loss),
+        (model, "compute_loss", functools.partial(_compute_loss, run)),
         (model, "compute_metrics", _compute_metrics),
     ]
     of_whole_loss, of_outputs = loss_trackers(model)
@@ -65,20 +172,20 @@ def padding_overrides(
 
 
 def _on_padded_batch(
-    override: Callable, target: Any, run: ReplicaRun, plain: Callable
+    override: Callable, target: Any, run: Step, plain: Callable
 ) -> Callable:
     @functools.wraps(plain)
     def call(*args: Any, **kwargs: Any) -> Any:
-        padding = run.padding_of(current_rank())
-        if padding is None:
+        rows = run.here.rows
+        if not rows.is_padded:
             return plain(*args, **kwargs)
-        return override(plain, padding, target, *args, **kwargs)
+        return override(plain, rows, target, *args, **kwargs)
 
     return call
 
 
 def step_on_padded_batch(
-    fn: Callable, step: Callable, model: Any, run: ReplicaRun
+    fn: Callable, step: Callable, model: Any, run: Step
 ) -> Callable:
     """Wraps `step`, which runs instead of `fn`, for a padded batch."""
     if not isinstance(model, keras.Model) and not is_predict_step(fn):
@@ -91,20 +198,19 @@ def step_on_padded_batch(
     @tf.autograph.experimental.do_not_convert
     def step_on_rows(*args: Any, **kwargs: Any) -> Any:
         batch = find_padded((args, kwargs))
-        padding = Padding.of(batch.rows)  # type: ignore[union-attr]
-        run.padding[trace_of(current_rank())] = padding
+        run.here.rows = Rows.of_padded(batch.rows)  # type: ignore[union-attr]
         result = step(*without_padding(args), **without_padding(kwargs))
-        _check_step_weighs(fn, padding)
+        _check_step_weighs(fn, run)
         return result
 
     return step_on_rows
 
 
-def _check_step_weighs(step: Any, padding: Padding) -> None:
+def _check_step_weighs(step: Any, run: Step) -> None:
     name = name_of_step(step)
     if not name or is_stock_step(step):
         return
-    if not padding.loss_is_weighted:
+    if not run.here.loss_is_weighted:
         raise ConfigurationError(
             f"{name} of {type(step.__self__).__name__} takes its loss without "
             "self.compute_loss(x=x, y=y, y_pred=y_pred), so padding rows of a short "
@@ -114,8 +220,9 @@ def _check_step_weighs(step: Any, padding: Padding) -> None:
 
 
 def _compute_loss(
+    run: Step,
     compute: Callable,
-    padding: Padding,
+    rows: Rows,
     model: Any,
     /,
     x: Any = None,
@@ -124,20 +231,20 @@ def _compute_loss(
     sample_weight: Any = None,
     **options: Any,
 ) -> Any:
-    padding.has_user_weights = sample_weight is not None
-    padding.loss_is_weighted = True
+    run.here.has_user_weights = sample_weight is not None
+    run.here.loss_is_weighted = True
     _refuse_added_losses(model)
     if sample_weight is None:
         weights = keras.tree.map_structure(
-            lambda leaf: padding.weights(_rank_of_values(leaf)), y_pred
+            lambda leaf: rows.weights(_rank_of_values(leaf)), y_pred
         )
     else:
-        weights = _times_rows(sample_weight, padding)
+        weights = _times_rows(sample_weight, rows)
     loss = compute(x=x, y=y, y_pred=y_pred, sample_weight=weights, **options)
-    if loss is None or not _has_rows(loss, padding):
+    if loss is None or not _has_rows(loss, rows):
         return loss
     # With reduction="none" Keras adds other outputs' means to the loss of each row.
-    return loss * padding.weights(loss.shape.rank, loss.dtype)
+    return loss * rows.weights(loss.shape.rank, loss.dtype)
 
 
 def _refuse_added_losses(model: Any) -> None:
@@ -156,21 +263,21 @@ def _rank_of_values(y_pred: Any) -> int:
     return len(mask.shape) if mask is not None else max(1, len(y_pred.shape) - 1)
 
 
-def _times_rows(sample_weight: Any, padding: Padding) -> Any:
+def _times_rows(sample_weight: Any, rows: Rows) -> Any:
     def product(weight: Any) -> Any:
         if weight is None:
-            return padding.weights(1)
+            return rows.weights(1)
         weight = tf.convert_to_tensor(weight)
         if not weight.dtype.is_floating:
             weight = tf.cast(weight, tf.float32)
-        return weight * padding.weights(weight.shape.rank, weight.dtype)
+        return weight * rows.weights(weight.shape.rank, weight.dtype)
 
     return keras.tree.map_structure(product, sample_weight)
 
 
 def _compute_metrics(
     compute: Callable,
-    padding: Padding,
+    rows: Rows,
     model: Any,
     x: Any,
     y: Any,
@@ -178,35 +285,35 @@ def _compute_metrics(
     sample_weight: Any = None,
 ) -> dict[str, Any]:
     if sample_weight is not None:
-        sample_weight = _times_rows(sample_weight, padding)
+        sample_weight = _times_rows(sample_weight, rows)
     return compute(x, y, y_pred, sample_weight)
 
 
 def _update_loss_tracker(
-    update: Callable, padding: Padding, metric: Any, value: Any, sample_weight: Any = 0
+    update: Callable, rows: Rows, metric: Any, value: Any, sample_weight: Any = 0
 ) -> Any:
     """Otherwise Keras weights a reported loss by all rows of the replica."""
     if len(value.shape):
         # With reduction="none" the mean over all rows, padded ones too, is next.
-        rows = tf.cast(padding.rows, value.dtype)
-        count = tf.cast(padding.count, value.dtype)
-        value = value * tf.math.divide_no_nan(rows, count)
-    return update(value, sample_weight=padding.count)
+        size = tf.cast(rows.size, value.dtype)
+        count = tf.cast(rows.count, value.dtype)
+        value = value * tf.math.divide_no_nan(size, count)
+    return update(value, sample_weight=rows.count)
 
 
 def _update_output_tracker(
-    update: Callable, padding: Padding, metric: Any, value: Any, sample_weight: Any = 0
+    update: Callable, rows: Rows, metric: Any, value: Any, sample_weight: Any = 0
 ) -> Any:
     # Keras weights the loss of one of several outputs equally in each batch. (By the
     # size of the batch if that is static; then no batch is short.)
     is_of_rows = len(value.shape)  # reduction="none": equal weights
-    weights = padding.weights(1) if is_of_rows else padding.count / padding.total
+    weights = rows.weights(1) if is_of_rows else rows.count / rows.total
     return update(value, sample_weight=weights)
 
 
 def _call_normalization(
     call: Callable,
-    padding: Padding,
+    rows: Rows,
     layer: Any,
     /,
     inputs: Any,
@@ -215,8 +322,8 @@ def _call_normalization(
     **options: Any,
 ) -> Any:
     """Excludes padding from the statistics of a batch."""
-    if inputs.shape[0] == padding.rows:
-        real = padding.weights(len(inputs.shape) - 1) > 0
+    if inputs.shape[0] == rows.size:
+        real = rows.weights(len(inputs.shape) - 1) > 0
         mask = real if mask is None else tf.logical_and(mask, real)
         mask = tf.broadcast_to(mask, inputs.shape[:-1])
     return call(inputs, *args, mask=mask, **options)
@@ -224,7 +331,7 @@ def _call_normalization(
 
 def _update_compiled_metrics(
     update: Callable,
-    padding: Padding,
+    rows: Rows,
     metrics: Any,
     y_true: Any,
     y_pred: Any,
@@ -235,7 +342,7 @@ def _update_compiled_metrics(
     with contextlib.ExitStack() as stack:
         for metric in metrics.metrics:
             weighted = functools.partial(
-                _update_compiled_metric, metric.update_state, padding, metric
+                _update_compiled_metric, metric.update_state, rows, metric
             )
             stack.enter_context(instance_attributes(metric, {"update_state": weighted}))
         return update(y_true, y_pred, sample_weight)
@@ -243,14 +350,14 @@ def _update_compiled_metrics(
 
 def _update_compiled_metric(
     update: Callable,
-    padding: Padding,
+    rows: Rows,
     metric: Any,
     y_true: Any,
     y_pred: Any,
     sample_weight: Any = None,
 ) -> Any:
     if sample_weight is None:
-        sample_weight = weigh_rows(metric, y_pred, padding)
+        sample_weight = weigh_rows(metric, y_pred, rows)
     return update(y_true, y_pred, sample_weight=sample_weight)
 
 
@@ -269,7 +376,7 @@ def own_metrics(
 
 
 def _update_own_metric(
-    update: Callable, padding: Padding, metric: Any, /, *args: Any, **kwargs: Any
+    update: Callable, rows: Rows, metric: Any, /, *args: Any, **kwargs: Any
 ) -> Any:
     """Gives padding rows weight 0 in a metric that the step updates itself; single
     numbers are computed from valid rows already."""
@@ -279,7 +386,7 @@ def _update_own_metric(
     of_rows = [
         value
         for name, value in given.items()
-        if name != "sample_weight" and _has_rows(value, padding)
+        if name != "sample_weight" and _has_rows(value, rows)
     ]
     if not of_rows:
         return update(*args, **kwargs)
@@ -292,26 +399,26 @@ def _update_own_metric(
         )
     weight = given.get("sample_weight")
     if weight is None:
-        weight = weigh_rows(metric, of_rows[-1], padding)
+        weight = weigh_rows(metric, of_rows[-1], rows)
     else:
         weight = tf.convert_to_tensor(weight, dtype=metric.dtype)
-        weight = weight * padding.weights(max(1, weight.shape.rank), weight.dtype)
+        weight = weight * rows.weights(max(1, weight.shape.rank), weight.dtype)
     given["sample_weight"] = weight
     return update(*bound.args[1:], **bound.kwargs)
 
 
-def weigh_rows(metric: Any, values: Any, padding: Padding) -> tf.Tensor:
+def weigh_rows(metric: Any, values: Any, rows: Rows) -> tf.Tensor:
     """Weights for `values` in `metric`: 1, and 0 for padding rows."""
     mask = mask_of(values)
     if mask is not None:
-        return tf.ones_like(mask, tf.float32) * padding.weights(len(mask.shape))
+        return tf.ones_like(mask, tf.float32) * rows.weights(len(mask.shape))
     # Means take a weight per row. Others (AUC, Recall) count every entry, and Keras
     # broadcasts a weight per row along the wrong axis for rank 3 and above.
     axes = len(values.shape)
     by_row = isinstance(metric, keras.metrics.Mean) or axes <= 2
-    return padding.weights(1 if by_row else axes)
+    return rows.weights(1 if by_row else axes)
 
 
-def _has_rows(value: Any, padding: Padding) -> bool:
+def _has_rows(value: Any, rows: Rows) -> bool:
     shape: Any = getattr(value, "shape", ())
-    return len(shape) > 0 and shape[0] == padding.rows
+    return len(shape) > 0 and shape[0] == rows.size
