@@ -122,9 +122,9 @@ class ReplicaRun:
     eager_order: EagerOrder = field(default_factory=EagerOrder)
     #: Ids of optimizers that sent their momentum instead of gradients.
     sent_momentum: set[int] = field(default_factory=set)
-    #: Skips steps that are not finite (`tfdp.step.finite_guard`), or None.
+    #: Skips steps that are not finite (`tfdp.chain.finite_guard`), or None.
     guard: Any = None
-    #: Probes that record the norms of gradients (`tfdp.step.observers`).
+    #: Probes that record the norms of gradients (`tfdp.chain.norms`).
     probes: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
