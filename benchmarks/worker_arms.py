@@ -7,7 +7,6 @@ images and threads. A member of a group is `python -m benchmarks.worker_arms ORD
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import math
 import resource
@@ -118,23 +117,17 @@ def make_gradient_sums(
     import tensorflow as tf
 
     from tfdp._private.names import current_rank
-    from tfdp.step.compression import sum_compressed
+    from tfdp.chain.stages import reduce_gradients
+    from tfdp.tracing.run import ReplicaRun
 
-    reducer = strategy.extended.reducer
     with strategy.scope():
         weights = [keras.Variable(tf.zeros(shape)) for shape in shapes]
         optimizer = keras.optimizers.SGD()
         optimizer.build(weights)
 
     def sum_of(mine: list[tf.Tensor]) -> list[tf.Tensor]:
-        rank = current_rank()
-        plain_sums = functools.partial(reducer.sum_gradients, rank=rank)
-        if reducer.compressed is None:  # the link rounds by itself
-            return plain_sums(mine, [])[0]
-        sums, _ = sum_compressed(
-            reducer.compressed, mine, [], rank, weights, optimizer, plain_sums
-        )
-        return sums
+        run = ReplicaRun(strategy.num_replicas_in_sync)
+        return reduce_gradients(mine, run, current_rank(), weights, optimizer)
 
     return sum_of
 

@@ -18,8 +18,9 @@ from tfdp.callbacks import (
     RunRecord,
     Traffic,
 )
+from tfdp.chain.norms import NoiseProbe
 from tfdp.errors import ConfigurationError
-from tfdp.step.observers import NoiseProbe, observers_of
+from tfdp.step.observers import observers_of
 from tfdp.tools.runs.read import read_run
 
 ROWS, BATCH = 53, 12  # on 4 replicas the last batch has parts of 2, 2, 1 and no rows

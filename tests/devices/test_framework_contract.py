@@ -14,9 +14,9 @@ from keras.src.trainers import compile_utils
 from tensorflow.python.autograph.impl import conversion
 
 from tests.support.parity import make_strategy
+from tfdp.chain.table_rows import CLIPPING
 from tfdp.seams import table
 from tfdp.step.losses import ReplicaLosses
-from tfdp.step.table_rows import CLIPPING
 
 
 def test_keras_asks_for_a_batch_in_the_function_that_is_replaced():

@@ -5,7 +5,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfdp
-from tfdp.step.table_rows import tables_of
+from tfdp.chain.table_rows import tables_of
 from tfdp.tools.bench.one_process.training import make_training_arm
 from tfdp.tools.bench.processes.arms import _without_sums
 from tfdp.tools.bench.subjects import MODELS

@@ -23,7 +23,7 @@ from tests.devices.test_nan_guard import (
 )
 from tests.support.parity import make_strategy
 from tfdp.callbacks import NaNGuard
-from tfdp.step.compression import compression_entries
+from tfdp.chain.compression import compression_entries
 
 METHODS = {
     "top_k": lambda: tfdp.compression.TopK(0.1, min_bytes=0),

@@ -12,10 +12,10 @@ from tests.devices.test_engines import SETTINGS, replicate
 from tests.support.conformance import replicas_of
 from tests.support.conformance_table import OPTIMIZERS
 from tests.support.parity import UNIT_ROUND_OFF, largest_difference, make_strategy
+from tfdp.chain.table_rows import sums_repeated_rows
 from tfdp.errors import ConfigurationError
 from tfdp.exchange import sparse
 from tfdp.exchange.sparse import SMALL_TABLE_BYTES, merge_rows, travels_dense
-from tfdp.step.table_rows import sums_repeated_rows
 
 # Above SMALL_TABLE_BYTES, or it would travel as a whole.
 WORDS, WIDTH = 1500, 6

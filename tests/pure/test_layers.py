@@ -5,7 +5,7 @@
     8 face       the public names
     7 user API   strategies, callbacks, the distributed optimizer
     6 step       what a replica does in one step; files of a trained model
-    5 shards     variables of which each replica holds, or updates, a part
+    5 chain      one sum of gradients, and the features that take part; shards
     4 parts      variables, layers, losses, input
     3 exchange   from gradients to sums; what is known while a step is traced
     2 wire       hosts and their links; every private TensorFlow/Keras name
@@ -47,6 +47,7 @@ LAYERS = {
     "strategies": 7,
     "checkpoint": 6,
     "step": 6,
+    "chain": 5,
     "sharding": 5,
     "data": 4,
     "layers": 4,

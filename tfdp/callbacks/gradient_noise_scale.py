@@ -8,12 +8,13 @@ from typing import Any
 import keras
 
 from tfdp.callbacks.other_callbacks import Logs
+from tfdp.chain.norms import NormsOfStep
 from tfdp.checks import is_number
+from tfdp.compression.method import momentum_compression_of
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.pipeline import GradientPipeline
 from tfdp.plan.noise_scale import NoiseAverage, NoiseEstimate, split_norms
-from tfdp.step.compression import momentum_compression_of
-from tfdp.step.observers import NormsOfStep, NormsReader
+from tfdp.step.observers import NormsReader
 
 # (1 + decay) / (1 - decay), the number of steps that count, is `FEWEST_STEPS` here.
 LEAST_DECAY = 0.5

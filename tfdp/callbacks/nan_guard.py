@@ -19,11 +19,11 @@ from tfdp.callbacks.gather_from_hosts import (
 )
 from tfdp.callbacks.other_callbacks import Logs, refuse_others
 from tfdp.callbacks.step_count import StepCount, check_count, is_due
+from tfdp.chain.compression import STATE
+from tfdp.chain.finite_guard import FiniteGuard
 from tfdp.errors import ConfigurationError, NotFiniteError, NotFiniteWarning
 from tfdp.sharding.variables import ShardedVariable
-from tfdp.step.compression import STATE
 from tfdp.step.find_optimizers import innermost_optimizers, optimizers_of
-from tfdp.step.finite_guard import FiniteGuard
 from tfdp.step.finite_trace import Finding, find_not_finite, weights_not_finite
 from tfdp.step.observers import attach, detach
 

@@ -24,9 +24,9 @@ import tensorflow as tf
 
 from tfdp._private.names import SyncOnReadVariable
 from tfdp._private.variable_hooks import assign_each
+from tfdp.chain.compression import compression_entries
 from tfdp.sharding.updates import ACCUMULATOR_NAME, shards_of
 from tfdp.sharding.variables import ShardedVariable
-from tfdp.step.compression import compression_entries
 from tfdp.step.find_optimizers import optimizers_of
 from tfdp.variables.global_seed import global_seed_states
 from tfdp.variables.local_view import LocalView

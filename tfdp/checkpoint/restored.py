@@ -11,6 +11,7 @@ import keras
 import numpy as np
 
 from tfdp._private.optimizer_hooks import strategy_of
+from tfdp.chain.compression import compression_entries, make_compression_entries
 from tfdp.checkpoint.array_files import ArrayFile, open_arrays
 from tfdp.checkpoint.entries import Entry, Rows, entries_of, sum_of
 from tfdp.checkpoint.hosts import Hosts
@@ -18,7 +19,6 @@ from tfdp.checkpoint.manifest import EntryRecord, Manifest, part_name
 from tfdp.checkpoint.model_description import build_as_saved, optimizer_records
 from tfdp.data.places import Place
 from tfdp.errors import ConfigurationError, DataError
-from tfdp.step.compression import compression_entries, make_compression_entries
 from tfdp.step.find_optimizers import optimizers_of
 from tfdp.variables.global_seed import make_global_seed_states
 

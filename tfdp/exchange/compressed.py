@@ -1,4 +1,4 @@
-"""Sums of compressed gradients. Read `CompressedSums.sums`.
+"""Sums of compressed gradients. Read `CompressedSums.exchange`.
 
 One flag, the number of replicas with non-finite numbers, travels with the gradients
 that are not compressed. Where it is not 0 every replica gets non-finite sums, as
@@ -9,7 +9,7 @@ sent in it is lost.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -54,33 +54,39 @@ class CompressedSums:
         self.devices = tuple(devices)
         self._communication = communication
 
-    def sums(
+    def exchange(
         self,
         gradients: Tensors,
         kept: Sequence[Kept],
         step: tf.Tensor,
         rank: int,
-        count_bad: Callable[[tf.Tensor], tf.Tensor],
         is_plain: tf.Tensor | None = None,
-    ) -> tuple[list[tf.Tensor], list[Kept]]:
-        """The sums of gradients over all replicas, and the state afterwards.
+    ) -> tuple[list[tf.Tensor], list[Kept], tf.Tensor]:
+        """The sums of gradients over all replicas, the state afterwards, and a number
+        above 0 where something was not finite here; `chosen` takes what it gives.
 
         Args:
           gradients: floats of static shapes, the same on all replicas.
           kept: the state of each, where the replica exchanges; else empty.
           step: the number of earlier exchanges, int64.
-          count_bad: sums a number of each replica over all replicas.
           is_plain: whether to send all uncompressed; None: the method decides.
         """
         if is_plain is None and self.method.plain_steps:
             is_plain = step < self.method.plain_steps
         if is_plain is None:
-            sums, after, mine = self._bucket_by_bucket(gradients, kept, step, rank)
-        else:
-            sums, after, mine = self._later(gradients, kept, step, rank, is_plain)
-        # Last, because the flag waits for all of them. Sums are the same on all
-        # replicas, so that only those that exchange have to check them.
-        is_good = tf.equal(count_bad(mine), 0.0)
+            return self._bucket_by_bucket(gradients, kept, step, rank)
+        return self._later(gradients, kept, step, rank, is_plain)
+
+    def chosen(
+        self,
+        is_good: tf.Tensor,
+        gradients: Tensors,
+        sums: Tensors,
+        kept: Sequence[Kept],
+        after: Sequence[Kept],
+    ) -> tuple[list[tf.Tensor], list[Kept]]:
+        """The sums, in the types of `gradients`, and the new state `after`; NaN and the
+        old state `kept` unless everything is finite on all replicas (`is_good`)."""
 
         def good() -> tuple[list[tf.Tensor], list[Kept]]:
             return list(sums), list(after)

@@ -2,7 +2,7 @@
 
 The sum of sparse gradients is the list of all replicas' rows; the optimizer adds those
 of equal index. They may be added earlier where the update is the same: see
-`tfdp.step.table_rows`. Each replica may have another number of rows.
+`tfdp.chain.table_rows`. Each replica may have another number of rows.
 """
 
 from __future__ import annotations

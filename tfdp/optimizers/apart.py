@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
 
 from tfdp._private.names import is_default_strategy
-from tfdp._private.optimizer_hooks import AVERAGE, averages_of, strategy_of
+from tfdp._private.optimizer_hooks import averages_of, strategy_of
+from tfdp.compression.method import momentum_compression_of
 from tfdp.errors import ConfigurationError
-from tfdp.seams.replace import instance_attributes
-from tfdp.step.compression import momentum_compression_of
 from tfdp.step.local_run import groups_across
 from tfdp.step.local_sgd import Rounds
 from tfdp.sync.diloco import DiLoCo
@@ -90,11 +88,6 @@ def make_rounds(
         group_size=len(groups[0]),
         optimizer=optimizer,
     )
-
-
-def averages_wait(optimizer: Any) -> AbstractContextManager[None]:
-    """Within this context, only synchronizations average the weights."""
-    return instance_attributes(optimizer, {AVERAGE: lambda variables: None})
 
 
 def refuse_outside_of_fit(optimizer: keras.optimizers.Optimizer) -> None:

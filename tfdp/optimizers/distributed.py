@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -13,18 +13,18 @@ from keras import ops
 
 from tfdp import compression
 from tfdp._private import optimizer_hooks as hooks
-from tfdp._private.names import current_rank, replicas_of
+from tfdp._private.names import replicas_of
+from tfdp.chain.reduction import Reduction, Stage, update_through
+from tfdp.chain.stages import agree_finite, guard_of, reduce_gradients
 from tfdp.checks import is_number, is_whole
 from tfdp.errors import ConfigurationError, ScopeError
 from tfdp.optimizers.apart import (
-    averages_wait,
     make_rounds,
     refuse_outside_of_fit,
     refuse_with_sync,
 )
 from tfdp.sharding.updates import ACCUMULATOR_NAME, shards_of
 from tfdp.step.buffer_synchronization import synchronize_layer_state
-from tfdp.step.finite_guard import update_if_finite
 from tfdp.step.local_run import has_no_effect
 from tfdp.step.local_sgd import Rounds
 from tfdp.step.local_values import LocalValues
@@ -33,7 +33,6 @@ from tfdp.step.optimizers import (
     refuse_overwritten,
     takes_reduced,
 )
-from tfdp.step.sums import agree_finite, reduce_gradients
 from tfdp.sync.diloco import DiLoCo
 from tfdp.sync.local_sgd import LocalSGD
 from tfdp.sync.rounds import Sync
@@ -201,7 +200,7 @@ class DistributedOptimizer(hooks.LossScaleHooks):
             self._update_weights(reduced, variables)
         else:
             accumulate = functools.partial(self._accumulate, gradients, variables)
-            update_if_finite(self, gradients, variables, accumulate)
+            self._update_through([], gradients, variables, accumulate)
 
     @property
     def has_accumulated(self) -> bool:
@@ -297,11 +296,11 @@ class DistributedOptimizer(hooks.LossScaleHooks):
         run, rank = found
         places = [i for i, g in enumerate(gradients) if g is not None]
         own = [gradients[i] for i in places]
+        of = [variables[i] for i in places]
         if self._rounds is None:
-            of = [variables[i] for i in places]
-            reduced = reduce_gradients(own, run, of, self)
+            reduced = reduce_gradients(own, run, rank, of, self)
         else:
-            reduced = self._rounds.reduced(own, weight, run, rank)
+            reduced = self._rounds.reduced(own, of, weight, run, rank)
         results = list(gradients)
         for place, gradient in zip(places, reduced, strict=True):
             results[place] = gradient
@@ -310,23 +309,35 @@ class DistributedOptimizer(hooks.LossScaleHooks):
     def _update_weights(self, gradients: list[Any], variables: list[Any]) -> None:
         """Tests, clips and updates, with reduced gradients."""
         update = functools.partial(self._update_tested, gradients, variables)
-        if self._rounds is not None:
-            with averages_wait(self.inner_optimizer):
-                update_if_finite(self, gradients, variables, update)
-            # All replicas count it, including those that skip this update.
-            self._rounds.after_update(current_rank())
-        else:
-            update_if_finite(self, gradients, variables, update)
+        rounds: list[Stage] = [] if self._rounds is None else [self._rounds]
+        self._update_through(rounds, gradients, variables, update)
+
+    def _update_through(
+        self,
+        chain: list[Stage],
+        gradients: list[Any],
+        variables: list[Any],
+        update: Callable[[], Any],
+    ) -> None:
+        """Makes an update within the stages around it; `gradients` are its own."""
+        found = current_run()
+        if found is None:
+            update()
+            return
+        run, rank = found
+        reduction = Reduction(gradients, variables, run, rank, self)
+        update_through(reduction, [*chain, *guard_of(run, variables)], update)
 
     def _update_tested(self, gradients: list[Any], variables: list[Any]) -> None:
         with takes_reduced(self.inner_optimizer):
             if not self.dynamic_loss_scale:
                 self.inner_optimizer.apply(gradients, variables)
                 return
-            if shards_of(self) is None:
+            found = current_run()
+            if found is None or shards_of(self) is None:
                 is_finite = self.check_finite(gradients)
             else:  # each replica tests its own shards
-                is_finite = agree_finite(self, gradients)
+                is_finite = agree_finite(self, gradients, *found)
             self.update_if_finite(gradients, variables, is_finite)
 
     def _add(self, variable: keras.Variable, value: tf.Tensor) -> None:

@@ -89,7 +89,7 @@ class LAMB(LayerwiseOptimizer):
     """
 
     forms = ("paper", "nvlamb", "keras")
-    adds_repeated_rows = True  # see tfdp.step.table_rows
+    adds_repeated_rows = True  # see tfdp.chain.table_rows
     decoupled_forms = ("keras",)
 
     def __init__(

@@ -95,7 +95,7 @@ class LARS(LayerwiseOptimizer):
     """
 
     forms = ("classic", "unscaled", "mlperf")
-    adds_repeated_rows = True  # see tfdp.step.table_rows
+    adds_repeated_rows = True  # see tfdp.chain.table_rows
 
     def __init__(
         self,

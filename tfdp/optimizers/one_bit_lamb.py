@@ -97,7 +97,7 @@ class OneBitLAMB(SentMomentum, LAMB):
     default.
     """
 
-    adds_repeated_rows = True  # see tfdp.step.table_rows
+    adds_repeated_rows = True  # see tfdp.chain.table_rows
 
     def __init__(
         self,

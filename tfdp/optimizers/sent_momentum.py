@@ -10,17 +10,17 @@ import tensorflow as tf
 from tfdp import compression as methods
 from tfdp._private.names import replicas_of
 from tfdp._private.optimizer_hooks import DecayHooks, variable_index
+from tfdp.chain.table_rows import CLIPPING
 from tfdp.checks import is_whole
 from tfdp.compression.method import Method, MomentumCompression
 from tfdp.errors import ConfigurationError, ScopeError
-from tfdp.step.table_rows import CLIPPING
 from tfdp.tracing.run import ReplicaRun, current_run
 
 
 class SentMomentum(DecayHooks):
     """A Keras optimizer that compresses its momentum after a warm-up.
 
-    `tfdp.step.compression` gives it the gradient that turns its momentum into the sum
+    `tfdp.chain.momentum` gives it the gradient that turns its momentum into the sum
     that arrived.
     """
 

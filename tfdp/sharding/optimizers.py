@@ -46,7 +46,7 @@ ADVICE = {
 def check_shardable(optimizer: Optimizer) -> None:
     """Refuses an optimizer that may need whole tensors for its update."""
     check_own_hooks(optimizer)
-    # Momentum compression works on whole variables (tfdp.step.compression).
+    # Momentum compression works on whole variables (tfdp.chain.momentum).
     if not hasattr(optimizer, "momentum_compression") and (
         hasattr(optimizer, "update_phases")
         or getattr(optimizer, "is_elementwise", False)

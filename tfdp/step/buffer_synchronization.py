@@ -1,8 +1,9 @@
 """Buffer synchronization: buffers that replicas update become means over all samples.
 
-Buffers (moving statistics) are normally summed with the gradients (`step.sums`). Those
-stored after the last update of a step, or in a step without one, get an exchange at its
-end if they depend on the replica's rows; others, such as averages, are replicated.
+Buffers (moving statistics) are normally summed with the gradients (`chain.buffers`).
+Those stored after the last update of a step, or in a step without one, get an exchange
+at its end if they depend on the replica's rows; others, such as averages, are
+replicated.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import tensorflow as tf
 
 from tfdp._private.functions import library_code
 from tfdp._private.keras_models import layers_within
-from tfdp._private.names import current_rank, own_copy
+from tfdp._private.names import current_rank
 from tfdp._private.step_ops import operations_within
+from tfdp.chain.buffers import store_state, weighted_state
 from tfdp.errors import ConfigurationError
 from tfdp.lint.findings import is_no_mean
 from tfdp.lint.op_kinds import is_extreme, writes_summary
@@ -87,26 +89,6 @@ def all_reduce_buffers(state: Sequence[Any], run: ReplicaRun, rank: Any) -> None
         reducer = tf.distribute.get_strategy().extended.reducer
         means = reducer.all_reduce(shares, rank, mean=False)
     store_state(state, means, run, rank)
-
-
-def weighted_state(state: Sequence[Any], run: ReplicaRun, rank: Any) -> list[tf.Tensor]:
-    """This replica's addends to means over samples; 0 if it has no sample."""
-    shares = []
-    for variable in state:
-        share = tf.cast(run.share_of(rank), variable.dtype)
-        value = own_copy(variable, rank).read_value()
-        # Statistics of no sample are NaN, and 0 times NaN is not 0.
-        shares.append(tf.where(share > 0, value * share, tf.zeros_like(value)))
-    return shares
-
-
-def store_state(
-    state: Sequence[Any], means: Sequence[tf.Tensor], run: ReplicaRun, rank: Any
-) -> None:
-    """Stores the means in the calling replica's copies; `assign` would reduce again."""
-    for variable, value in zip(state, means, strict=True):
-        extended = variable.distribute_strategy.extended
-        extended.update_own_copy(variable, lambda own, v: own.assign(v), value)
 
 
 # The most variables that a warning names.

@@ -18,6 +18,9 @@ from tfdp._private.functions import (
     library_code,
     python_function_of,
 )
+from tfdp.chain.finite_guard import FiniteGuard
+from tfdp.chain.norms import NoiseProbe
+from tfdp.chain.table_rows import read_in_place
 from tfdp.data.keras_input import with_none
 from tfdp.data.split import in_parts
 from tfdp.seams.replace import Override, overridden
@@ -28,11 +31,10 @@ from tfdp.step.buffer_synchronization import (
     with_synchronized_buffers,
 )
 from tfdp.step.find_optimizers import optimizers_of
-from tfdp.step.finite_guard import FiniteGuard
 from tfdp.step.jit import jitted_train_step
 from tfdp.step.losses import added_loss_overrides, reduction_overrides
 from tfdp.step.metric_state import warn_if_rows_counted, warn_if_steps_counted
-from tfdp.step.observers import NoiseProbe, StepMeter, observers_of
+from tfdp.step.observers import StepMeter, observers_of
 from tfdp.step.optimizers import optimizer_overrides
 from tfdp.step.reports import NotedResults, recorded, report_overrides
 from tfdp.step.rows import (
@@ -41,7 +43,6 @@ from tfdp.step.rows import (
     padding_overrides,
     step_on_padded_batch,
 )
-from tfdp.step.table_rows import read_in_place
 from tfdp.tracing.effect_order import operations
 from tfdp.tracing.keras_steps import is_predict_step, name_of_step
 from tfdp.tracing.loss_checks import find_faults_of_losses
@@ -211,7 +212,7 @@ class StepCall:
         self.run.probes = self._observers_of(NoiseProbe)
         for guard in self._observers_of(FiniteGuard)[-1:]:
             self.run.guard = guard
-            self.step = guard.around(self.step)
+            self.step = guard.around_step(self.step)
 
     def _observers_of(self, kind: type) -> list[Any]:
         is_training = name_of_step(self.fn) == "train_step"

@@ -20,7 +20,7 @@ from tfdp._private.keras_models import (
     takes_training,
 )
 from tfdp._private.names import keras_losses
-from tfdp.step.finite_guard import note_loss
+from tfdp.tracing.run import current_run
 
 
 def take_over_jit(model: keras.Model) -> bool:
@@ -52,7 +52,10 @@ def jitted_train_step(model: keras.Model, data: Any) -> dict[str, Any]:
     for part, mask in zip(tf.nest.flatten(y_pred), masks, strict=True):
         if mask is not None:
             put_mask(part, mask)
-    note_loss(model, loss)
+    found = current_run()
+    guard = None if found is None else found[0].guard
+    if guard is not None and guard.model is model:
+        guard.note_loss(loss)
     first = next(part for part in tf.nest.flatten(x) if part is not None)
     loss_trackers(model)[0].update_state(
         keras_losses.unscale_loss_for_distribution(loss),

@@ -13,7 +13,6 @@ from tfdp.errors import ConfigurationError
 from tfdp.sync.rounds import Sync
 from tfdp.tracing.keras_steps import name_of_step
 from tfdp.tracing.run import Step
-from tfdp.variables.local_view import LocalView
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -136,39 +135,6 @@ def refuse_in_local_run(run: Step) -> None:
 
 
 SumOverHosts = Callable[[tf.Tensor], tf.Tensor]
-
-
-def parts_of(gradients: Sequence[Any]) -> list[list[tf.Tensor]]:
-    """Lists of tensors for `tf.cond`; slices as their values and indices."""
-    return [
-        [g.values, g.indices] if isinstance(g, tf.IndexedSlices) else [g]
-        for g in gradients
-    ]
-
-
-def times(gradient: Any, factor: tf.Tensor) -> Any:
-    """The gradient times a scalar; slices stay slices."""
-    factor = tf.cast(factor, gradient.dtype)
-    if not isinstance(gradient, tf.IndexedSlices):
-        return gradient * factor
-    values = gradient.values * factor
-    return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-
-
-def share_of_state(variable: LocalView, share: tf.Tensor, rank: int) -> tf.Tensor:
-    """The replica's addend to a mean in which it has this share."""
-    value = variable.local_copy(rank).read_value()
-    share = tf.cast(share, value.dtype)
-    # Statistics of no sample are NaN, and 0 times NaN is not 0.
-    return tf.where(share > 0, value * share, tf.zeros_like(value))
-
-
-def assign_local(
-    variables: Sequence[LocalView], values: Sequence[tf.Tensor], rank: int
-) -> None:
-    """Stores a value in each of the replica's local variables."""
-    for variable, value in zip(variables, values, strict=True):
-        variable.local_copy(rank).assign(value)
 
 
 def summed_over_hosts(

@@ -14,20 +14,23 @@ which is the same on all replicas, decides what an update is:
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 from keras.optimizers import Optimizer
 
 from tfdp._private.names import own_copy
+from tfdp._private.optimizer_hooks import AVERAGE
+from tfdp.chain.compression import Compression, places_taken
+from tfdp.chain.groups import AllGroups, Exact, GroupState, WithinGroup
+from tfdp.chain.reduction import Reduction, Stage, reduce
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.compressed import CompressedSums
 from tfdp.exchange.reducer import Reducer
+from tfdp.seams.replace import instance_attributes
 from tfdp.step.async_means import AsyncMeans
-from tfdp.step.compression import sum_compressed
 from tfdp.step.elastic_rounds import elastic_rounds
-from tfdp.step.local_run import assign_local, parts_of, share_of_state, times
 from tfdp.step.local_values import LocalValues
 from tfdp.sync.diloco import DiLoCo
 from tfdp.sync.rounds import Sync, fragments_of, synchronization_of
@@ -35,7 +38,7 @@ from tfdp.tracing.run import ReplicaRun
 from tfdp.variables.local_view import LocalView
 
 
-class Rounds:
+class Rounds(Stage):
     """Local training and outer steps of the replicas that one optimizer updates.
 
     Args:
@@ -130,6 +133,7 @@ class Rounds:
     def reduced(
         self,
         gradients: Sequence[Any],
+        variables: Sequence[Any],
         weight: tf.Tensor | None,
         run: ReplicaRun,
         rank: int,
@@ -137,8 +141,8 @@ class Rounds:
         """The gradient of the mean over the replicas that step together.
 
         Args:
-          gradients: this replica's part of its group's mean gradient. Slices become
-            dense if the group has several replicas.
+          gradients: this replica's part of its group's mean gradient, of `variables`.
+            Slices become dense if the group has several replicas.
           weight: of the group's mean against other groups'; None: it is a sum.
         """
         state = self._take_state(run, rank)
@@ -149,15 +153,20 @@ class Rounds:
         def within() -> list[Any]:
             if alone:
                 return list(gradients)  # slices stay slices
-            self._mean_within(state, run, rank)
-            return [self._reducer.sum_within(v, rank) for v in gradients]
+            own = Reduction(list(gradients), variables, run, rank, self._optimizer)
+            return reduce(own, [GroupState(state)], WithinGroup(self._reducer))
+
+        def everywhere() -> list[Any]:
+            own = Reduction(list(gradients), variables, run, rank, self._optimizer)
+            chain = [AllGroups(state, weight, self._reducer)]
+            return reduce(own, chain, self._reducer)
 
         if start == 0:
             return within()
         parts = tf.cond(
             self._count(rank) < start,
-            lambda: parts_of(self._everywhere(gradients, weight, state, run, rank)),
-            lambda: parts_of(within()),
+            lambda: _parts_of(everywhere()),
+            lambda: _parts_of(within()),
         )
         return [
             tf.IndexedSlices(*part, gradient.dense_shape)
@@ -172,19 +181,16 @@ class Rounds:
         start = self.sync.start_step
         if not state or (run.group_size == 1 and not start):
             return
+        no_gradients = Reduction([], [], run, rank, self._optimizer)
 
         def within() -> tf.Tensor:
             if run.group_size > 1:
-                self._mean_within(state, run, rank)
+                reduce(no_gradients, [GroupState(state)], WithinGroup(self._reducer))
             return tf.constant(True)
 
         def everywhere() -> tf.Tensor:
-            rows = tf.cast(run.count_of(rank), tf.float32)
-            [all_rows] = self._reducer.all_reduce([rows], rank, mean=False)
-            share = tf.math.divide_no_nan(rows, all_rows)
-            shares = [share_of_state(variable, share, rank) for variable in state]
-            means = self._reducer.all_reduce(shares, rank, mean=False)
-            assign_local(state, means, rank)
+            chain = [AllGroups(state, None, self._reducer)]
+            reduce(no_gradients, chain, self._reducer)
             return tf.constant(True)
 
         if start:
@@ -205,44 +211,16 @@ class Rounds:
                 )
         return state
 
-    def _mean_within(
-        self, state: Sequence[LocalView], run: ReplicaRun, rank: int
-    ) -> None:
-        """Replaces buffers by their mean over the rows of the group."""
-        # In a group without rows all replicas have kept the same old value.
-        total, even = run.total_in_group(rank), run.even_share
-        share = tf.where(total > 0, run.share_in_group(rank), even)
-        shares = [share_of_state(v, share, rank) for v in state]
-        sums = [self._reducer.sum_within(v, rank) for v in shares]
-        assign_local(state, sums, rank)
+    def around(self, reduction: Reduction, update: Callable[[], Any]) -> None:
+        """The inner update, and the outer steps that are due after it."""
+        # Only outer steps average the weights.
+        waits = {AVERAGE: lambda variables: None}
+        with instance_attributes(reduction.optimizer.inner_optimizer, waits):
+            update()
+        # All replicas count it, including those that skip this update.
+        self._after_update(reduction.run, reduction.rank)
 
-    def _everywhere(
-        self,
-        gradients: Sequence[Any],
-        weight: tf.Tensor | None,
-        state: Sequence[LocalView],
-        run: ReplicaRun,
-        rank: int,
-    ) -> list[Any]:
-        """One device's gradient: sum of W_g g_g over the groups, by the sum of W_g; of
-        sums, which have no weight, the sum of g_g."""
-        rows = tf.cast(run.count_of(rank), tf.float32)
-        weighs = tf.ones([]) if weight is None else weight
-        # Each replica of a group adds the group's weight.
-        counts = [weighs / run.group_size, rows]
-        all_weights, all_rows = self._reducer.all_reduce(counts, rank, mean=False)
-        # Scaled before the sum, so that a 16-bit wire format does not overflow.
-        part = tf.math.divide_no_nan(weighs, all_weights)
-        own = list(gradients)
-        if weight is not None:
-            own = [times(gradient, part) for gradient in gradients]
-        share = tf.math.divide_no_nan(rows, all_rows)
-        shares = [share_of_state(variable, share, rank) for variable in state]
-        sums, means = self._reducer.sum_gradients(own, shares, rank)
-        assign_local(state, means, rank)
-        return sums
-
-    def after_update(self, rank: int) -> None:
+    def _after_update(self, run: ReplicaRun, rank: int) -> None:
         start = self.sync.start_step
         count = self._count(rank) + 1
         own_copy(self._updates, rank).assign(count)
@@ -259,7 +237,7 @@ class Rounds:
                 finish = functools.partial(self._finish, number, count, rank)
                 tf.cond(is_back, finish, lambda: False)
             for number in fragments:
-                begin = functools.partial(self._synchronize, number, count, rank)
+                begin = functools.partial(self._synchronize, number, count, run, rank)
                 tf.cond(self._is_due(number, since), begin, lambda: False)
             return tf.constant(True)
 
@@ -280,7 +258,9 @@ class Rounds:
             variable.outer_copy(rank).assign(local)
         return self._averages.move(count, rank, range(len(self._weights)))
 
-    def _synchronize(self, number: int, count: tf.Tensor, rank: int) -> tf.Tensor:
+    def _synchronize(
+        self, number: int, count: tf.Tensor, run: ReplicaRun, rank: int
+    ) -> tf.Tensor:
         fragment, state = self._fragment(number)
         outer = [v.outer_copy(rank).read_value() for v in fragment]
         values = [v.local_copy(rank).read_value() for v in fragment]
@@ -290,7 +270,7 @@ class Rounds:
         if self._elastic is not None:
             move = functools.partial(self._move, number, count=count, rank=rank)
             return self._elastic.synchronize(count, values, rank, move)
-        mean = functools.partial(self._means, number, rank)
+        mean = functools.partial(self._means, number, run, rank)
         if self._overlap_steps:
             return self._in_flight[number].begin(values, rank, mean)
         return self._move(number, mean(values), count, rank)
@@ -306,26 +286,18 @@ class Rounds:
         return weights, self._layer_state if is_last else []
 
     def _means(
-        self, number: int, rank: int, values: Sequence[tf.Tensor]
+        self, number: int, run: ReplicaRun, rank: int, values: Sequence[tf.Tensor]
     ) -> list[tf.Tensor]:
         fragment, _ = self._fragment(number)
         mine, state = values[: len(fragment)], values[len(fragment) :]
-        if self.compressed is None:
-            means = mean_over_groups(mine, self._reducer, rank)
-        else:
-            method, optimizer = self.compressed, self._optimizer
-            plain_sums = functools.partial(self._plain_sums, rank)
-            sums, _ = sum_compressed(
-                method, mine, [], rank, fragment, optimizer, plain_sums
-            )
-            means = [total / self._replicas for total in sums]
+        own = Reduction(list(mine), fragment, run, rank, self._optimizer)
+        chain: list[Stage] = []
+        if self.compressed is not None:
+            places = places_taken(self.compressed, own)
+            chain = [Compression(self.compressed, places)] if places else []
+        sums = reduce(own, chain, Exact(self._reducer))
+        means = [total / self._replicas for total in sums]
         return means + (mean_over_groups(state, self._reducer, rank) if state else [])
-
-    def _plain_sums(
-        self, rank: int, gradients: list, state: list, *, at_once: bool = False
-    ) -> tuple[list, list]:
-        sums = self._reducer.all_reduce([*gradients, *state], rank, mean=False)
-        return sums[: len(gradients)], sums[len(gradients) :]
 
     def _move(
         self, number: int, means: Sequence[tf.Tensor], count: tf.Tensor, rank: int
@@ -402,6 +374,14 @@ class OuterAverages:
                 value = weight.outer_copy(rank).read_value()
                 own.assign(kept * own.read_value() + (1 - kept) * value)
         return tf.constant(True)
+
+
+def _parts_of(gradients: Sequence[Any]) -> list[list[tf.Tensor]]:
+    """Lists of tensors for `tf.cond`; slices as their values and indices."""
+    return [
+        [g.values, g.indices] if isinstance(g, tf.IndexedSlices) else [g]
+        for g in gradients
+    ]
 
 
 def mean_over_groups(

@@ -30,6 +30,15 @@ from tfdp._private.optimizer_hooks import (
     variables_built_with,
 )
 from tfdp._private.step_ops import operations_within
+from tfdp.chain.reduction import Reduction, update_through
+from tfdp.chain.stages import (
+    agree_finite,
+    guard_of,
+    largest_of_replicas,
+    reduce_gradients,
+)
+from tfdp.chain.table_rows import CLIPPING
+from tfdp.compression.method import momentum_compression_of
 from tfdp.errors import ConfigurationError, ScopeError
 from tfdp.lint.op_kinds import draws
 from tfdp.seams.replace import Override, instance_attributes, instead
@@ -44,11 +53,7 @@ from tfdp.sharding.optimizers import (
 from tfdp.sharding.updates import shards_of
 from tfdp.sharding.variables import shard_kind
 from tfdp.step.buffer_synchronization import synchronize_layer_state
-from tfdp.step.compression import momentum_compression_of
 from tfdp.step.find_optimizers import innermost_optimizers
-from tfdp.step.finite_guard import update_if_finite
-from tfdp.step.sums import agree_finite, largest_of_replicas, reduce_gradients
-from tfdp.step.table_rows import CLIPPING
 from tfdp.tracing.keras_steps import as_tensors
 from tfdp.tracing.loss_checks import note_gradients
 from tfdp.tracing.run import ReplicaRun, call_before_step, current_run
@@ -81,7 +86,7 @@ def _method_overrides(optimizer: Optimizer, run: ReplicaRun) -> dict[str, Any]:
     # A loss scaler branches on its test: replicas that branch differently deadlock, so
     # they agree on the result first.
     if hasattr(optimizer, "inner_optimizer"):
-        overrides["check_finite"] = functools.partial(_check_finite, optimizer)
+        overrides["check_finite"] = functools.partial(_check_finite, optimizer, run)
         return overrides
     shards = shards_of(optimizer)
     own = {} if shards is None else shard_overrides(optimizer, shards)
@@ -168,7 +173,8 @@ def _apply(
         with run.updating(reduces=not reduces_first):
             original(gradients, variables)
 
-    update_if_finite(optimizer, gradients, built_with, update)
+    reduction = Reduction(gradients, built_with, run, current_rank(), optimizer)
+    update_through(reduction, guard_of(run, built_with), update)
 
 
 def _refuse_own_reduction(optimizer: Optimizer) -> None:
@@ -281,12 +287,14 @@ def _reduce_before(
     ]
     built_with = variables or variables_built_with(optimizer)
     sent, targets = [gradients[i] for i in places], [built_with[i] for i in places]
-    reduced = reduce_gradients(sent, run, targets, optimizer)
+    reduced = reduce_gradients(sent, run, current_rank(), targets, optimizer)
     for place, gradient in zip(places, reduced, strict=True):
         gradients[place] = gradient
 
 
-def _check_finite(optimizer: Optimizer, gradients: Sequence[Any]) -> tf.Tensor:
+def _check_finite(
+    optimizer: Optimizer, run: ReplicaRun, gradients: Sequence[Any]
+) -> tf.Tensor:
     """Keras' test on replicated gradients; otherwise replicas agree on the result."""
     is_replicated = _reduces_first(optimizer) and shards_of(optimizer) is None
     if is_replicated or tf.distribute.in_cross_replica_context():
@@ -297,7 +305,7 @@ def _check_finite(optimizer: Optimizer, gradients: Sequence[Any]) -> tf.Tensor:
             "which would look at each replica's part of the gradients, or its shards: "
             "leave out shard= and gradient_accumulation_steps, or the method."
         )
-    return agree_finite(optimizer, gradients)
+    return agree_finite(optimizer, gradients, run, current_rank())
 
 
 def _reduce(
@@ -309,7 +317,8 @@ def _reduce(
         return pairs
     places = [i for i, (gradient, _) in enumerate(pairs) if gradient is not None]
     variables = [pairs[i][1] for i in places]
-    reduced = reduce_gradients([pairs[i][0] for i in places], run, variables, optimizer)
+    gradients = [pairs[i][0] for i in places]
+    reduced = reduce_gradients(gradients, run, current_rank(), variables, optimizer)
     shards = shards_of(optimizer)
     clipped = (
         by_keras(optimizer, CLIP)(reduced)
@@ -406,7 +415,7 @@ def maximize_stored_values(
     if not new:
         return gradients
     results = list(gradients)
-    maxima = largest_of_replicas(list(new.values()), run, optimizer)
+    maxima = largest_of_replicas(list(new.values()), run, current_rank(), optimizer)
     for place, part in zip(new, maxima, strict=True):
         flat = tf.reshape(gradients[place], [-1])
         whole = tf.concat([part, flat[part.shape[0] :]], axis=0)

@@ -20,9 +20,9 @@ import tensorflow as tf
 
 from tfdp._private.names import MirroredVariable, SyncOnReadVariable
 from tfdp._private.optimizer_hooks import is_between_updates
+from tfdp.chain.compression import STATE
 from tfdp.sharding.updates import ACCUMULATOR_NAME
 from tfdp.sharding.variables import ShardedVariable
-from tfdp.step.compression import STATE
 from tfdp.step.find_optimizers import optimizers_of
 from tfdp.step.local_run import groups_across
 from tfdp.variables.mirrored import is_seed_state

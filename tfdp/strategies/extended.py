@@ -13,12 +13,12 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp._private import names
+from tfdp.chain.shards import depends_on_shards, refuse_sum_of_shards
 from tfdp.exchange.reducer import Reducer
 from tfdp.plan.shards import Sharding
 from tfdp.sharding.updates import SHARD_CLASSES, ShardUpdates
 from tfdp.sharding.variables import ShardedVariable
 from tfdp.step.local_run import refuse_in_local_run
-from tfdp.step.sums import depends_on_shards, refuse_sum_of_shards
 from tfdp.strategies.replica_extended import ReplicaExtended
 from tfdp.tracing.effect_order import ReplicaEffects, warn_about_shared
 from tfdp.tracing.run import ReplicaRun

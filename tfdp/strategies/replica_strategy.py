@@ -38,10 +38,10 @@ from tfdp.step import build  # noqa: F401 (replaces a method of Keras)
 from tfdp.step.buffer_synchronization import check_no_row_state
 from tfdp.step.call import StepCall
 from tfdp.step.find_optimizers import optimizers_of
-from tfdp.step.finite_guard import forget_failed_fit
 from tfdp.step.jit import take_over_jit
 from tfdp.step.local_run import begin_local_run
 from tfdp.step.losses import ReplicaLosses
+from tfdp.step.observers import forget_failed_fit
 from tfdp.step.own_branches import refuse_own_branches
 from tfdp.step.predictions import joined_outputs, parts_of_one_shape, why_not_joined
 from tfdp.step.reports import reduce_logs

@@ -27,7 +27,7 @@ def profile_of(
     """
     import keras
 
-    from tfdp.step.table_rows import sums_repeated_rows, tables_of
+    from tfdp.chain.table_rows import sums_repeated_rows, tables_of
 
     work = _work_by_kernel(network)
     rows: dict[int, list[Any]] = {}

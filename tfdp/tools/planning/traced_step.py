@@ -18,6 +18,7 @@ from tfdp._private.keras_models import (
     given_losses,
     large_variables_left_empty,
 )
+from tfdp.chain.table_rows import Table, sums_repeated_rows, tables_of
 from tfdp.checks import is_whole
 from tfdp.cluster import Cluster
 from tfdp.errors import ConfigurationError
@@ -27,7 +28,6 @@ from tfdp.plan.communication import Communication
 from tfdp.plan.shards import Sharding
 from tfdp.sharding.updates import host_of
 from tfdp.step.jit import take_over_jit
-from tfdp.step.table_rows import Table, sums_repeated_rows, tables_of
 from tfdp.strategies.devices import find_devices
 from tfdp.tools.planning.any_rows import AnyRows, UnclearLength, rows_to_trace
 from tfdp.tools.planning.step_graph import StepGraph, StoredVariable

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
-from keras.optimizers import Optimizer
 
 from tfdp._private.names import make_note
-from tfdp.tracing.run import current_run
 
 NONE = -1
 #: Variables with the values to restore.
@@ -97,23 +94,3 @@ class GuardNotes:
         self.armed_steps.assign(tf.maximum(self.armed_steps.read_value() - 1, 0))
         if stops:
             self.is_stopped.assign(self.is_stopped.read_value() | is_left_out)
-
-
-def remember(
-    optimizer: Optimizer, variables: Sequence[Any], copies: Sequence[tf.Variable]
-) -> None:
-    """Records `copies`, the residuals that sums of gradients change, in a guard."""
-    found = current_run()
-    guard = None if found is None else found[0].guard
-    if found is not None and guard is not None and guard.is_about(variables):
-        guard.remember(optimizer, found[1], [(c, c.read_value()) for c in copies])
-
-
-def scale_when_summed(optimizer: Any) -> Any:
-    """The factor of the gradients of `optimizer` when they are summed; None for 1."""
-    if not hasattr(optimizer, "inner_optimizer"):
-        return optimizer.loss_scale_factor
-    # A DistributedOptimizer undoes the fixed scale before it sums.
-    if not getattr(optimizer, "dynamic_loss_scale", True):
-        return None
-    return optimizer.dynamic_scale if optimizer.built else optimizer.initial_scale

@@ -1,35 +1,27 @@
-"""Compressed sums of gradients, and the residuals kept from step to step."""
+"""Compressed gradients, and the residuals kept from step to step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 from keras.optimizers import Optimizer
 
-from tfdp._private.names import own_copy, replicas_of
 from tfdp._private.optimizer_hooks import (
     strategy_of,
     variable_index,
     variables_built_with,
 )
-from tfdp.compression.method import MomentumCompression
+from tfdp.chain.reduction import Reduction, Stage, scale_when_summed
+from tfdp.compression.method import momentum_compression_of
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.compressed import CompressedSums, Kept, are_finite
-from tfdp.exchange.reducer import Reducer
 from tfdp.plan.exclusions import variable_path
-from tfdp.step.guard_notes import remember
-from tfdp.tracing.run import current_run
 from tfdp.variables.own_values import OfRanks
 
 STATE = "compression_state"
 STEPS, VARIABLE = "steps", "variable_"
-
-
-#: All-reduces gradients and other values uncompressed; with `at_once` none of the
-#: results is available before the others.
-PlainSums = Callable[..., tuple[list[Any], list[tf.Tensor]]]
 
 
 class CompressionState(tf.Module):
@@ -95,74 +87,96 @@ class OfVariable(tf.Module):
             slot.copies[place].assign(value)
 
 
-def sum_compressed(
-    compressed: CompressedSums,
-    gradients: Sequence[Any],
-    state: Sequence[tf.Tensor],
-    rank: int,
-    variables: Sequence[Any],
-    optimizer: Optimizer,
-    plain_sums: PlainSums,
-    unit: Any = None,
-    is_plain: tf.Tensor | None = None,
-) -> tuple[list[Any], list[tf.Tensor]]:
-    """Sums compressed gradients, and other small values, over the replicas.
+class Compression(Stage):
+    """Exchanges compressed gradients apart from the others, and one flag with these.
+
+    The flag counts replicas with non-finite numbers. Where it is not 0 every replica
+    gets non-finite sums, as without compression, and keeps its state: a loss scaler
+    skips the step, and what was sent in it is lost.
 
     Args:
       compressed: the method and the group.
-      gradients: of `variables`; those that the method does not take, and slices, are
-        sent uncompressed, and so is `state`.
-      optimizer: it holds the residuals.
+      places: of the gradients that the method takes; others, and slices, are sent
+        uncompressed.
       unit: the scale of this step's gradients; None for 1.
       is_plain: whether this step sends everything uncompressed; None: the method
         decides.
     """
-    pairs = zip(gradients, variables, strict=True)
-    taken = [n for n, pair in enumerate(pairs) if is_taken(compressed, *pair)]
-    if not taken:
-        return plain_sums(list(gradients), list(state))
-    rest = [place for place in range(len(gradients)) if place not in set(taken)]
-    unit = None if unit is None else tf.convert_to_tensor(unit, tf.float32)
-    kept_by = _state_of(optimizer, compressed)
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    kept_of = [
-        kept_by.of(variables[place], variable_index(inner, variables[place]))
-        for place in taken
-    ]
-    steps = kept_by.steps.copies[rank]
-    step = steps.read_value()
-    before, sends = [], compressed.group.speaks(rank)
-    sender = sum(map(compressed.group.speaks, range(rank)))
-    own = [steps]
-    if sends:
-        before = [kept.read(sender, unit) for kept in kept_of]
-        own += [part.copies[sender] for kept in kept_of for part in kept.parts]
-    remember(optimizer, variables, own)
-    others = []
 
-    def count_bad(mine: tf.Tensor) -> tf.Tensor:
-        plain = [gradients[place] for place in rest]
+    def __init__(
+        self,
+        compressed: CompressedSums,
+        places: Sequence[int],
+        unit: Any = None,
+        is_plain: tf.Tensor | None = None,
+    ):
+        self._compressed, self._places, self._is_plain = compressed, places, is_plain
+        self._unit = None if unit is None else tf.convert_to_tensor(unit, tf.float32)
+
+    def before(self, reduction: Reduction) -> None:
+        rank, group = reduction.rank, self._compressed.group
+        optimizer = reduction.optimizer
+        state = _state_of(optimizer, self._compressed)
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        variables = [reduction.variables[place] for place in self._places]
+        self._state = [
+            state.of(variable, variable_index(inner, variable))
+            for variable in variables
+        ]
+        self._steps = state.steps.copies[rank]
+        step = self._steps.read_value()
+        self._sender = sum(map(group.speaks, range(rank)))
+        stored, self._kept = [self._steps], []
+        if group.speaks(rank):
+            self._kept = [one.read(self._sender, self._unit) for one in self._state]
+            parts = [part for one in self._state for part in one.parts]
+            stored += [part.copies[self._sender] for part in parts]
+        reduction.will_store(stored)
+        self._gradients = [reduction.take(place) for place in self._places]
+        self._sums, self._after, mine = self._compressed.exchange(
+            self._gradients, self._kept, step, rank, self._is_plain
+        )
         # After all compressed exchanges, so that no bucket has to be sent early.
-        sums, totals = plain_sums(plain, [*state, mine], at_once=True)
-        others.extend([sums, totals[:-1]])
+        reduction.riders.append(mine)
+        reduction.at_once = True
+
+    def after(self, reduction: Reduction) -> None:
+        # Sums are the same on all replicas, so that only those that exchange have to
+        # check them.
+        [total] = reduction.take_riders(1)
+        others = [one for one in reduction.gradients if one is not None]
         # The sums are equal on all replicas, and so is the result.
-        return totals[-1] + tf.where(are_finite(sums), 0.0, 1.0)
-
-    sums, after = compressed.sums(
-        [gradients[place] for place in taken], before, step, rank, count_bad, is_plain
-    )
-    for kept, value in zip(kept_of if sends else [], after, strict=True):
-        kept.write(sender, value, unit)
-    steps.assign_add(1)
-    results = list(gradients)
-    for place, value in zip([*taken, *rest], [*sums, *others[0]], strict=True):
-        results[place] = value
-    return results, others[1]
+        total += tf.where(are_finite(others), 0.0, 1.0)
+        sums, after = self._compressed.chosen(
+            tf.equal(total, 0.0), self._gradients, self._sums, self._kept, self._after
+        )
+        if self._kept:
+            for one, kept in zip(self._state, after, strict=True):
+                one.write(self._sender, kept, self._unit)
+        self._steps.assign_add(1)
+        for place, value in zip(self._places, sums, strict=True):
+            reduction.gradients[place] = value
 
 
-def is_taken(compressed: CompressedSums, gradient: Any, variable: Any) -> bool:
+def compression_stages(reduction: Reduction, compressed: CompressedSums) -> list[Stage]:
+    """The stage of `Communication(compression=...)`, if that takes any gradient."""
+    optimizer = reduction.optimizer
+    refuse_eager_compression(optimizer)
+    _refuse_momentum(compressed, optimizer)
+    places = places_taken(compressed, reduction)
+    unit = scale_when_summed(optimizer)
+    return [Compression(compressed, places, unit)] if places else []
+
+
+def places_taken(compressed: CompressedSums, reduction: Reduction) -> list[int]:
+    """The gradients that the method takes."""
+    pairs = zip(reduction.gradients, reduction.variables, strict=True)
+    return [place for place, pair in enumerate(pairs) if _is_taken(compressed, *pair)]
+
+
+def _is_taken(compressed: CompressedSums, gradient: Any, variable: Any) -> bool:
     """Whether the gradient of a variable is compressed."""
-    if isinstance(gradient, tf.IndexedSlices):
+    if gradient is None or isinstance(gradient, tf.IndexedSlices):
         return False
     path, shape = variable_path(variable), gradient.shape
     if shape.rank is None:
@@ -213,7 +227,7 @@ def make_compression_entries(optimizer: Optimizer, names: Sequence[str]) -> None
             state.of(variables[place], place)
 
 
-def refuse_momentum(compressed: CompressedSums, optimizer: Optimizer) -> None:
+def _refuse_momentum(compressed: CompressedSums, optimizer: Optimizer) -> None:
     """Raises ConfigurationError if method and optimizer both add momentum."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     momentum = getattr(compressed.method, "momentum_correction", None)
@@ -251,102 +265,3 @@ def _unit_of(slot: OfRanks, unit: tf.Tensor | None) -> tf.Tensor | None:
 
 def _times(value: Any, unit: tf.Tensor | None) -> Any:
     return value if unit is None else value * unit
-
-
-def momentum_compression_of(optimizer: Any) -> MomentumCompression | None:
-    """The momentum compression of `optimizer`, or of its inner one; or None."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    return getattr(inner, "momentum_compression", None)
-
-
-def sum_by_momentum(
-    own_method: MomentumCompression,
-    reducer: Reducer,
-    gradients: Sequence[Any],
-    state: Sequence[tf.Tensor],
-    rank: int,
-    variables: Sequence[Any],
-    optimizer: Optimizer,
-    plain_sums: PlainSums,
-    unit: Any,
-) -> tuple[list[Any], list[tf.Tensor]]:
-    """`sum_compressed` of momenta, which are smoother than gradients.
-
-    With the momentum m, equal on all R replicas, and gradients g_r with the sum g,
-    replica r sends a part of the next momentum,
-
-        m_r = beta_1 m / R + (1 - beta_1) g_r      sum over r: beta_1 m + (1 - beta_1) g
-
-    and the optimizer gets the gradient (M - beta_1 m) / (1 - beta_1) for the
-    received sum M.
-    """
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    strategy = tf.distribute.get_strategy()
-    _refuse_here(inner, strategy, reducer)
-    found = current_run()
-    if found is not None:
-        found[0].sent_momentum.add(id(inner))
-    compressed = reducer.compressed_by(own_method.method, own_method.across)
-    _refuse_place(inner, strategy, own_method, compressed)
-    is_plain = tf.convert_to_tensor(inner.iterations) < own_method.warmup_steps
-    # Uncompressed and bit-exact in the warm-up: 0 m + 1 g.
-    kept = tf.where(is_plain, 0.0, own_method.beta_1)
-    scale = tf.constant(1.0) if unit is None else tf.cast(unit, tf.float32)
-    sent, momenta = list(gradients), {}
-    pairs = zip(gradients, variables, strict=True)
-    for place, (gradient, variable) in enumerate(pairs):
-        if is_taken(compressed, gradient, variable):
-            own = own_copy(inner.momentum_of(variable).value, rank).read_value()
-            momenta[place] = kept * scale * tf.cast(own, tf.float32)
-            part = momenta[place] / replicas_of(strategy)
-            new = (1 - kept) * tf.cast(gradient, tf.float32)
-            # The initial momentum may be NaN, and 0 times NaN is not 0.
-            sent[place] = tf.where(is_plain, new, part + new)
-    given = state, rank, variables, optimizer, plain_sums, unit, is_plain
-    sums, totals = sum_compressed(compressed, sent, *given)
-    for place, momentum in momenta.items():
-        total = (sums[place] - momentum) / (1 - kept)
-        sums[place] = tf.cast(total, gradients[place].dtype)
-    return sums, totals
-
-
-def _refuse_here(
-    optimizer: Optimizer, strategy: tf.distribute.Strategy, reducer: Reducer
-) -> None:
-    owner = type(optimizer).__name__
-    if reducer.compressed is not None:
-        raise ConfigurationError(
-            f"Communication(compression={reducer.compressed.method!r}) and {owner} "
-            "both decide what is sent. Leave the first out; the optimizer has a "
-            "compression of its own."
-        )
-    if getattr(strategy, "compiles_steps", True):
-        raise ConfigurationError(
-            f"{owner} cannot send its momentum under {type(strategy).__name__}. Use "
-            "tfdp.DataParallelStrategy or tfdp.MultiHostDataParallelStrategy, or "
-            "keras.optimizers.Adam."
-        )
-
-
-def _refuse_place(
-    optimizer: Optimizer,
-    strategy: tf.distribute.Strategy,
-    own_method: MomentumCompression,
-    compressed: CompressedSums,
-) -> None:
-    """Refuses an `across` for which everything would be sent uncompressed."""
-    owner, replicas = type(optimizer).__name__, replicas_of(strategy)
-    is_one_process = len(strategy.extended.worker_devices) == replicas
-    if own_method.across == "replicas" and not is_one_process:
-        raise ConfigurationError(
-            f"{owner}(across='replicas') lets the replicas of one process send "
-            "separately, and here are several hosts. Leave across out: each host sends "
-            "its own."
-        )
-    if replicas > 1 and compressed.group.size == 1:
-        raise ConfigurationError(
-            f"{owner}(across='hosts') compresses what crosses hosts, and here is one. "
-            "Set across='replicas' to let each replica send separately, use "
-            "Communication(hierarchy=(2, 2)), which simulates hosts, or "
-            "keras.optimizers.Adam."
-        )

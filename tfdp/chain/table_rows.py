@@ -24,6 +24,7 @@ from tfdp._private.step_ops import (
     is_compiled_by_xla,
     is_resource,
 )
+from tfdp.chain.reduction import Reduction, Stage
 from tfdp.exchange.sparse import SMALL_TABLE_BYTES, merge_rows
 from tfdp.lint.op_kinds import gives_each_once, may_call
 from tfdp.lint.registry import is_of_graph
@@ -161,6 +162,25 @@ def has_rows_once(gradient: Any) -> bool:
     if not is_rows or not is_of_graph(gradient.indices):
         return False
     return gives_each_once(gradient.indices)
+
+
+class Rows(Stage):
+    """Adds rows of equal index where one device's update is the same."""
+
+    def before(self, reduction: Reduction) -> None:
+        reduction.sum_rows = sums_repeated_rows(reduction.optimizer)
+        is_alone = reduction.run.is_of_one
+        self._once = [
+            place
+            for place, gradient in enumerate(reduction.gradients)
+            if not is_alone and has_rows_once(gradient)
+        ]
+
+    def after(self, reduction: Reduction) -> None:
+        for place in self._once:
+            rows = reduction.gradients[place]
+            if isinstance(rows, tf.IndexedSlices):
+                reduction.gradients[place] = merge_rows(rows)
 
 
 def as_requested(values: Sequence[Any]) -> list[Any]:

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
-from keras.optimizers import Optimizer
 
 from tfdp._private.functions import library_code
 from tfdp._private.names import (
@@ -30,10 +29,10 @@ from tfdp._private.names import (
     own_copy,
 )
 from tfdp._private.optimizer_hooks import variables_built_with
+from tfdp.chain.guard_notes import NONE, GuardNotes, Saved
+from tfdp.chain.reduction import Reduction, Stage, scale_when_summed
 from tfdp.exchange.compressed import are_finite
 from tfdp.exchange.reducer import Reducer
-from tfdp.step.guard_notes import NONE, GuardNotes, Saved, scale_when_summed
-from tfdp.step.observers import detach, observers_of
 from tfdp.tracing.rows import find_padded
 from tfdp.tracing.run import ReplicaRun, current_run
 from tfdp.variables.mirrored import is_seed_state
@@ -48,7 +47,7 @@ class LeftOut(NamedTuple):
     first: int
 
 
-class FiniteGuard:
+class FiniteGuard(Stage):
     """Skips updates that are not finite; with `stops` also all later steps, until
     `go_on`. Applies to graphs traced while it is attached (`step.observers`)."""
 
@@ -71,7 +70,7 @@ class FiniteGuard:
         own = set(map(id, self.model.trainable_variables))
         return any(id(variable) in own for variable in variables)
 
-    def around(self, step: Callable) -> Callable:
+    def around_step(self, step: Callable) -> Callable:
         """Wraps `step` to restore what it stored if it is skipped."""
 
         @library_code
@@ -139,6 +138,32 @@ class FiniteGuard:
             is_left_out = is_armed & ((total > 0) | notes.is_stopped.read_value())
             notes.is_left_out.assign(notes.is_left_out.read_value() | is_left_out)
         return tf.logical_not(is_left_out)
+
+    def around(self, reduction: Reduction, update: Callable[[], Any]) -> None:
+        """Updates unless something is not finite in the reduced gradients, or in the
+        replica's own if they are reduced later."""
+        optimizer, run, rank = reduction.optimizer, reduction.run, reduction.rank
+        notes = self.notes[rank]
+        # If this update is skipped, the previous one is undone, too.
+        notes.take_updated()
+        remembered = self.remembered(optimizer, rank)
+
+        def updated() -> tf.Tensor:
+            update()
+            return tf.constant(True)
+
+        def left_out() -> tf.Tensor:
+            for copy, value in remembered:
+                copy.assign(value)
+            return notes.put_back()
+
+        before = self.values_before(optimizer, rank)
+        is_good = self.may_update(optimizer, reduction.gradients, run, rank)
+        # Restored now and at the end: an outer step may synchronize buffers in this
+        # step, and metrics are updated after the weights.
+        tf.cond(is_good, updated, left_out)
+        if notes.is_of_graph():
+            notes.updated = [*before, *remembered]
 
     def remember(self, optimizer: Any, rank: int, copies: Saved) -> None:
         """Restores `copies` if the update of `optimizer` is skipped."""
@@ -212,60 +237,6 @@ class FiniteGuard:
         is_kept = all(map(tf.is_tensor, parts))
         self._structure = arguments if is_kept else None
         return parts if is_kept else []
-
-
-def update_if_finite(
-    optimizer: Optimizer,
-    gradients: Sequence[Any],
-    variables: Sequence[Any],
-    update: Callable[[], Any],
-) -> None:
-    """Calls `update`, in the graph, unless a guard finds something not finite in
-    reduced `gradients`, or in the replica's own if they are reduced later."""
-    found = current_run()
-    guard = None if found is None else found[0].guard
-    if found is None or guard is None or not guard.is_about(variables):
-        update()
-        return
-    run, rank = found
-
-    def updated() -> tf.Tensor:
-        update()
-        return tf.constant(True)
-
-    notes = guard.notes[rank]
-    # If this update is skipped, the previous one is undone, too.
-    notes.take_updated()
-    remembered = guard.remembered(optimizer, rank)
-
-    def left_out() -> tf.Tensor:
-        for copy, value in remembered:
-            copy.assign(value)
-        return notes.put_back()
-
-    before = guard.values_before(optimizer, rank)
-    is_good = guard.may_update(optimizer, gradients, run, rank)
-    # Restored now and at the end: an outer step may synchronize buffers in this step,
-    # and metrics are updated after the weights.
-    tf.cond(is_good, updated, left_out)
-    if notes.is_of_graph():
-        notes.updated = [*before, *remembered]
-
-
-def note_loss(model: Any, loss: tf.Tensor) -> None:
-    """Checks a loss with the guard of `model`, if any."""
-    found = current_run()
-    guard = None if found is None else found[0].guard
-    if guard is not None and guard.model is model:
-        guard.note_loss(loss)
-
-
-def forget_failed_fit(model: keras.Model) -> None:
-    """Detaches the observers that the callbacks of a failed `fit` left."""
-    for observer in observers_of(model, object):
-        if isinstance(observer, FiniteGuard):
-            observer.arm(0)  # graphs of that `fit` still exist
-        detach(model, observer)
 
 
 def _own(variable: keras.Variable, rank: int) -> tf.Variable | None:

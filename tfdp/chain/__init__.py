@@ -1,0 +1,1 @@
+"""One sum of gradients over the replicas, and the features that take part in it."""

@@ -1,0 +1,74 @@
+"""Moving statistics as riders: each becomes the mean over the rows of all replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp._private.names import graphs_inside, is_branch_graph, own_copy
+from tfdp.chain.reduction import Reduction, Stage
+from tfdp.tracing.run import ReplicaRun
+from tfdp.tracing.state_checks import handles_of, linear_sources
+
+
+class Buffers(Stage):
+    """Synchronizes `state`, the buffers that the replica has stored in this step."""
+
+    def __init__(self, state: Sequence[Any]):
+        self._state = list(state)
+
+    def before(self, reduction: Reduction) -> None:
+        run, rank = reduction.run, reduction.rank
+        if not tf.executing_eagerly():
+            # Gradients that a step has accumulated are parts of a sum, not means over
+            # rows.
+            handles = handles_of(self._state, rank)
+            run.own_sums |= linear_sources(run, rank, reduction.gradients, handles)
+            state = [one for one in self._state if id(one) not in run.own_sums]
+            self._state = _stored_in_this_branch(state, run, rank)
+        reduction.riders += weighted_state(self._state, run, rank)
+
+    def after(self, reduction: Reduction) -> None:
+        means = reduction.take_riders(len(self._state))
+        # Not by `assign`, which would reduce again.
+        store_state(self._state, means, reduction.run, reduction.rank)
+
+
+def _stored_in_this_branch(state: list[Any], run: ReplicaRun, rank: Any) -> list[Any]:
+    """`state` without what each step stores, if only a branch of each k-th step has an
+    update: the state of other steps would be weighted by the rows of the last one."""
+    if not run.synchronizes_at_end:
+        return state
+    around = graphs_inside(None)
+    outside = {
+        one
+        for one, graph in run.stored_graphs(rank).items()
+        # A called function does not count: what surrounds it, such as a loop of steps
+        # and its conditionals, surrounds the update as well.
+        if any(each is graph for each in around)
+        and any(map(is_branch_graph, graphs_inside(graph)))
+    }
+    run.return_local_state(rank, (one for one in state if id(one) in outside))
+    return [variable for variable in state if id(variable) not in outside]
+
+
+def weighted_state(state: Sequence[Any], run: ReplicaRun, rank: Any) -> list[tf.Tensor]:
+    """This replica's addends to means over samples; 0 if it has no sample."""
+    shares = []
+    for variable in state:
+        share = tf.cast(run.share_of(rank), variable.dtype)
+        value = own_copy(variable, rank).read_value()
+        # Statistics of no sample are NaN, and 0 times NaN is not 0.
+        shares.append(tf.where(share > 0, value * share, tf.zeros_like(value)))
+    return shares
+
+
+def store_state(
+    state: Sequence[Any], means: Sequence[tf.Tensor], run: ReplicaRun, rank: Any
+) -> None:
+    """Stores the means in the calling replica's copies; `assign` would reduce again."""
+    for variable, value in zip(state, means, strict=True):
+        extended = variable.distribute_strategy.extended
+        extended.update_own_copy(variable, lambda own, v: own.assign(v), value)

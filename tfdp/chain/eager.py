@@ -1,0 +1,34 @@
+"""The transport of eager replicas, which run one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.chain.table_rows import as_requested
+from tfdp.tracing.run import ReplicaRun
+from tfdp.tracing.trace_order import describe_sum
+
+
+class EagerTransport:
+    """Sums by TensorFlow's own means: each replica stops until all have come."""
+
+    def __init__(self, run: ReplicaRun):
+        self._order = run.eager_order
+
+    def sum_gradients(
+        self,
+        gradients: Sequence[Any],
+        riders: Sequence[tf.Tensor],
+        rank: Any,
+        *,
+        sum_rows: bool,
+        at_once: bool,
+    ) -> tuple[list[Any], list[tf.Tensor]]:
+        values = [*gradients, *riders]
+        self._order.meet(rank, describe_sum(values))
+        context = tf.distribute.get_replica_context()
+        sums = context.all_reduce(tf.distribute.ReduceOp.SUM, values)
+        return as_requested(sums[: len(gradients)]), sums[len(gradients) :]

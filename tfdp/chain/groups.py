@@ -1,0 +1,126 @@
+"""Local training: sums within the groups of replicas that step together, and over all.
+
+A group's mean gradient, and the moving statistics of its rows, are summed by
+`WithinGroup`. In the steps before `start_step`, which all replicas take together, they
+are weighted by the groups' rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.chain.reduction import Reduction, Stage
+from tfdp.exchange.reducer import Reducer
+from tfdp.variables.local_view import LocalView
+
+
+class WithinGroup:
+    """The transport of a group: the sums over the replicas of a host."""
+
+    def __init__(self, reducer: Reducer):
+        self._reducer = reducer
+
+    def sum_gradients(
+        self,
+        gradients: Sequence[Any],
+        riders: Sequence[tf.Tensor],
+        rank: Any,
+        *,
+        sum_rows: bool,
+        at_once: bool,
+    ) -> tuple[list[Any], list[tf.Tensor]]:
+        totals = [self._reducer.sum_within(rider, rank) for rider in riders]
+        return [self._reducer.sum_within(g, rank) for g in gradients], totals
+
+
+class Exact:
+    """The transport of outer values, which never travel rounded."""
+
+    def __init__(self, reducer: Reducer):
+        self._reducer = reducer
+
+    def sum_gradients(
+        self,
+        gradients: Sequence[Any],
+        riders: Sequence[tf.Tensor],
+        rank: Any,
+        *,
+        sum_rows: bool,
+        at_once: bool,
+    ) -> tuple[list[Any], list[tf.Tensor]]:
+        sums = self._reducer.all_reduce([*gradients, *riders], rank, mean=False)
+        return sums[: len(gradients)], sums[len(gradients) :]
+
+
+class GroupState(Stage):
+    """Replaces the buffers `state` by their mean over the rows of the group."""
+
+    def __init__(self, state: Sequence[LocalView]):
+        self._state = state
+
+    def before(self, reduction: Reduction) -> None:
+        run, rank = reduction.run, reduction.rank
+        # In a group without rows all replicas have kept the same old value.
+        total, even = run.total_in_group(rank), run.even_share
+        share = tf.where(total > 0, run.share_in_group(rank), even)
+        reduction.riders += _addends(self._state, share, rank)
+
+    def after(self, reduction: Reduction) -> None:
+        means = reduction.take_riders(len(self._state))
+        for variable, mean in zip(self._state, means, strict=True):
+            variable.local_copy(reduction.rank).assign(mean)
+
+
+class AllGroups(GroupState):
+    """One device's gradient: the sum of W_g g_g over the groups, by the sum of W_g; and
+    the mean of the buffers `state` over the rows of all groups.
+
+    `weight` is W_g, that of the mean of the replica's group; None: gradients are sums,
+    which are added as they are.
+    """
+
+    def __init__(
+        self, state: Sequence[LocalView], weight: tf.Tensor | None, reducer: Reducer
+    ):
+        super().__init__(state)
+        self._weight, self._reducer = weight, reducer
+
+    def before(self, reduction: Reduction) -> None:
+        run, rank = reduction.run, reduction.rank
+        rows = tf.cast(run.count_of(rank), tf.float32)
+        weighs = tf.ones([]) if self._weight is None else self._weight
+        # Each replica of a group adds the group's weight.
+        counts = [weighs / run.group_size, rows]
+        all_weights, all_rows = self._reducer.all_reduce(counts, rank, mean=False)
+        if self._weight is not None:
+            # Scaled before the sum, so that a 16-bit wire format does not overflow.
+            part = tf.math.divide_no_nan(weighs, all_weights)
+            own = reduction.gradients
+            own[:] = [one if one is None else _times(one, part) for one in own]
+        share = tf.math.divide_no_nan(rows, all_rows)
+        reduction.riders += _addends(self._state, share, rank)
+
+
+def _times(gradient: Any, factor: tf.Tensor) -> Any:
+    """The gradient times a scalar; slices stay slices."""
+    factor = tf.cast(factor, gradient.dtype)
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient * factor
+    values = gradient.values * factor
+    return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+
+
+def _addends(
+    state: Sequence[LocalView], share: tf.Tensor, rank: int
+) -> list[tf.Tensor]:
+    """The replica's addends to means in which it has this share."""
+    addends = []
+    for variable in state:
+        value = variable.local_copy(rank).read_value()
+        own = tf.cast(share, value.dtype)
+        # Statistics of no sample are NaN, and 0 times NaN is not 0.
+        addends.append(tf.where(own > 0, value * own, tf.zeros_like(value)))
+    return addends

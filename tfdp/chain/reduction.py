@@ -1,0 +1,138 @@
+"""One sum of gradients over the replicas, and the stages around it. Read `reduce`.
+
+    each stage, in order      `before`: takes gradients out, replaces them, adds riders
+    the transport             sums gradients and riders, in the same buckets, once
+    each stage, in reverse    `after`: takes the sums of its riders, puts results in
+
+Then each stage, in order, is `around` the optimizer's update.
+
+`tfdp.chain.stages` chooses the stages of a reduction.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import tensorflow as tf
+
+from tfdp.tracing.run import ReplicaRun
+
+
+class Transport(Protocol):
+    """Sums over the replicas that step together; a `Reducer` is one."""
+
+    def sum_gradients(
+        self,
+        gradients: Sequence[Any],
+        riders: Sequence[tf.Tensor],
+        rank: Any,
+        *,
+        sum_rows: bool,
+        at_once: bool,
+    ) -> tuple[list[Any], list[tf.Tensor]]:
+        """The sums of gradients and of riders; see `Reducer.sum_gradients`."""
+
+
+@dataclasses.dataclass
+class Reduction:
+    """What one replica gives to a sum over the replicas, and what it gets back.
+
+    Args:
+      gradients: the replica's parts; after the exchange the sums. The exchange leaves
+        out those that are None: unused variables, and what a stage has taken out.
+      variables: those of the gradients.
+      run: the run in which the replica steps.
+      rank: the replica's.
+      optimizer: it keeps what stages store from step to step.
+    """
+
+    gradients: list[Any]
+    variables: Sequence[Any]
+    run: ReplicaRun
+    rank: Any
+    optimizer: Any
+    #: Small tensors, which travel exactly in the buckets of the gradients.
+    riders: list[tf.Tensor] = dataclasses.field(default_factory=list)
+    #: Whether rows of equal index may be added before they travel.
+    sum_rows: bool = False
+    #: Whether all buckets may travel as one, because they become ready together.
+    at_once: bool = False
+
+    def take(self, place: int) -> Any:
+        """Takes a gradient out of the exchange."""
+        gradient, self.gradients[place] = self.gradients[place], None
+        return gradient
+
+    def take_riders(self, count: int) -> list[tf.Tensor]:
+        """The sums of the last `count` riders, which the calling stage has added."""
+        kept = len(self.riders) - count
+        own, self.riders = self.riders[kept:], self.riders[:kept]
+        return own
+
+    def will_store(self, copies: Sequence[tf.Variable]) -> None:
+        """Called before a stage stores into `copies`: a `FiniteGuard` restores them if
+        the step is skipped."""
+        guard = self.run.guard
+        if guard is not None and guard.is_about(self.variables):
+            before = [(copy, copy.read_value()) for copy in copies]
+            guard.remember(self.optimizer, self.rank, before)
+
+
+class Stage:
+    """A feature that takes part in a reduction, or in the update that follows. All
+    replicas have the same stages, so that a stage may exchange by itself."""
+
+    def before(self, reduction: Reduction) -> None:
+        """Called with the replica's own gradients."""
+
+    def after(self, reduction: Reduction) -> None:
+        """Called with the sums, after the stages behind this one."""
+
+    def around(self, reduction: Reduction, update: Callable[[], Any]) -> None:
+        """Makes the update from the sums, which calls the stages behind this one."""
+        update()
+
+
+def reduce(
+    reduction: Reduction, chain: Sequence[Stage], transport: Transport
+) -> list[Any]:
+    """The sums of the gradients, after all stages."""
+    for stage in chain:
+        stage.before(reduction)
+    given = reduction.gradients
+    places = [place for place, gradient in enumerate(given) if gradient is not None]
+    if places or reduction.riders:
+        sums, reduction.riders = transport.sum_gradients(
+            [given[place] for place in places],
+            reduction.riders,
+            reduction.rank,
+            sum_rows=reduction.sum_rows,
+            at_once=reduction.at_once,
+        )
+        for place, total in zip(places, sums, strict=True):
+            given[place] = total
+    for stage in reversed(chain):
+        stage.after(reduction)
+    return reduction.gradients
+
+
+def update_through(
+    reduction: Reduction, chain: Sequence[Stage], update: Callable[[], Any]
+) -> None:
+    """Makes the update within all stages."""
+    for stage in reversed(chain):
+        update = functools.partial(stage.around, reduction, update)
+    update()
+
+
+def scale_when_summed(optimizer: Any) -> Any:
+    """The factor of the gradients of `optimizer` when they are summed; None for 1."""
+    if not hasattr(optimizer, "inner_optimizer"):
+        return optimizer.loss_scale_factor
+    # A DistributedOptimizer undoes the fixed scale before it sums.
+    if not getattr(optimizer, "dynamic_loss_scale", True):
+        return None
+    return optimizer.dynamic_scale if optimizer.built else optimizer.initial_scale

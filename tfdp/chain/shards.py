@@ -1,0 +1,94 @@
+"""Gradients of variables that are stored, or updated, in shards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.chain.reduction import Reduction, Stage
+from tfdp.errors import ConfigurationError
+from tfdp.lint.registry import is_of_graph, key_of
+from tfdp.lint.values import Term
+from tfdp.sharding.updates import ShardUpdates
+from tfdp.sharding.variables import ShardUpdatedVariable, shard_kind
+from tfdp.tracing.run import ReplicaRun
+
+WHAT_IT_IS = (
+    'With shard="parameters" the gradient of a weight that is stored in shards is, in '
+    "each replica, that replica's part of the sum over all replicas"
+)
+WHAT_TO_DO = (
+    "For a norm over all weights take the all_reduce of the sum of the parts' squares; "
+    "or use the optimizer's (clipnorm, global_clipnorm), or train with "
+    'shard="gradients", where gradients are whole.'
+)
+
+
+class Shards(Stage):
+    """Takes the gradients of sharded variables out of the exchange.
+
+    Each replica gets its shard of the sum: of a weight that is updated by shards here,
+    of one that is stored in shards in the backward pass.
+    """
+
+    def __init__(self, shards: ShardUpdates):
+        self._shards = shards
+        self._sums: dict[int, Any] = {}
+
+    def before(self, reduction: Reduction) -> None:
+        kinds = [
+            None if gradient is None else shard_kind(variable)
+            for gradient, variable in zip(
+                reduction.gradients, reduction.variables, strict=True
+            )
+        ]
+        scattered = [i for i, kind in enumerate(kinds) if kind is ShardUpdatedVariable]
+        if scattered:
+            sent = [reduction.take(place) for place in scattered]
+            targets = [reduction.variables[place] for place in scattered]
+            own = self._shards.scatter(sent, targets)
+            self._sums = dict(zip(scattered, own, strict=True))
+        for place, kind in enumerate(kinds):
+            if kind not in (None, ShardUpdatedVariable):
+                shard = self._sums[place] = reduction.take(place)
+                refuse_own_scaling(reduction.run, reduction.rank, shard)
+
+    def after(self, reduction: Reduction) -> None:
+        for place, shard in self._sums.items():
+            reduction.gradients[place] = shard
+
+
+def depends_on_shards(run: ReplicaRun, rank: Any, value: Any) -> bool:
+    """Whether `value`, in a graph, depends on gradients of sharded weights, and so not
+    on the replica's own rows; exchanges excluded."""
+    if not run.trace(rank).shard_gradients or not is_of_graph(value):
+        return False
+    return bool(run.analysis(rank).value(value).terms & {Term.SHARD, Term.SHARD_NUMBER})
+
+
+def refuse_sum_of_shards(run: ReplicaRun, rank: Any, values: Any) -> None:
+    """Refuses an `all_reduce` of gradients of sharded weights, which are reduced."""
+    shards = run.trace(rank).shard_gradients
+    if not shards:
+        return
+    for value in tf.nest.flatten(values, expand_composites=True):
+        is_part = tf.is_tensor(value) and key_of(value) in shards
+        if is_of_graph(value):
+            is_part = Term.SHARD in run.analysis(rank).value(value).terms
+        if is_part:
+            raise ConfigurationError(
+                f"{WHAT_IT_IS} already: an all_reduce would add parts of different "
+                f"weights. Leave it out. {WHAT_TO_DO}"
+            )
+
+
+def refuse_own_scaling(run: ReplicaRun, rank: Any, gradient: Any) -> None:
+    """Refuses a gradient of a sharded weight that was scaled by one replica's parts."""
+    if not is_of_graph(gradient):
+        return
+    if Term.SHARD_NUMBER in run.analysis(rank).value(gradient).terms:
+        raise ConfigurationError(
+            f"{WHAT_IT_IS}, and here it is scaled by a number computed from "
+            f"one replica's parts. {WHAT_TO_DO}"
+        )

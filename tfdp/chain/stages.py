@@ -1,0 +1,141 @@
+"""The stages and the transport of a reduction: those of features that this run has.
+
+A stage's file is imported, and runs, only where its feature is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+from keras.optimizers import Optimizer
+
+from tfdp.chain.reduction import Reduction, Stage, Transport, reduce
+from tfdp.errors import ConfigurationError
+from tfdp.sharding.variables import ShardUpdatedVariable, shard_kind
+from tfdp.tracing.run import ReplicaRun
+
+# The kinds of variables with gradients of the variable's shape.
+WHOLE_GRADIENTS = (None, ShardUpdatedVariable)
+
+
+def reduce_gradients(
+    gradients: Sequence[Any],
+    run: ReplicaRun,
+    rank: Any,
+    variables: Sequence[Any],
+    optimizer: Optimizer,
+) -> list[Any]:
+    """The sum of the gradients over the replicas; also synchronizes buffers.
+
+    For a variable that is updated by shards each replica gets its shard of the sum; the
+    gradient of a variable that is stored in shards is one already.
+    """
+    # No gradients, no exchange: replicas trace the same, so all of them return here.
+    if not gradients:
+        return []
+    for gradient, variable in zip(gradients, variables, strict=True):
+        # XLA may lose shapes on some replicas, and buckets are cut by the shapes.
+        is_dense = isinstance(gradient, tf.Tensor)
+        if is_dense and gradient.shape.num_elements() is None:
+            if shard_kind(variable) in WHOLE_GRADIENTS:
+                gradient.set_shape(variable.shape)  # adds no op
+    reduction = Reduction(list(gradients), variables, run, rank, optimizer)
+    chain = chain_of(reduction)
+    return reduce(reduction, chain, transport_of(run, optimizer))
+
+
+def chain_of(reduction: Reduction) -> list[Stage]:
+    """The stages of a reduction, the outermost first."""
+    run, rank, optimizer = reduction.run, reduction.rank, reduction.optimizer
+    extended = tf.distribute.get_strategy().extended
+    chain: list[Stage] = []
+    if getattr(extended, "shards", None) is not None:
+        from tfdp.chain.shards import Shards
+
+        chain.append(Shards(extended.shards))
+    if run.has_dummy_rows and not run.trace(rank).sums_own_parts:
+        from tfdp.chain.missing_rows import MissingRows
+
+        chain.append(MissingRows())
+    if any(isinstance(one, tf.IndexedSlices) for one in reduction.gradients):
+        from tfdp.chain.table_rows import Rows
+
+        chain.append(Rows())
+    state = run.take_local_state(rank)
+    if state and not run.is_of_one:  # else the replica's values are the means already
+        from tfdp.chain.buffers import Buffers
+
+        chain.append(Buffers(state))
+    # Optimizers of a model may update different variables.
+    chain += [probe for probe in run.probes if probe.is_about(reduction.variables)]
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    compressed = getattr(getattr(extended, "reducer", None), "compressed", None)
+    if getattr(inner, "momentum_compression", None) is not None:
+        from tfdp.chain.momentum import momentum_stages
+
+        chain += momentum_stages(reduction, extended.reducer)
+    elif compressed is not None:
+        from tfdp.chain.compression import compression_stages
+
+        chain += compression_stages(reduction, compressed)
+    return chain
+
+
+def guard_of(run: ReplicaRun, variables: Sequence[Any]) -> list[Stage]:
+    """The stage around an update of `variables` that skips it; none: no guard."""
+    guard = run.guard
+    return [guard] if guard is not None and guard.is_about(variables) else []
+
+
+def transport_of(run: ReplicaRun, optimizer: Optimizer) -> Transport:
+    """What sums for all replicas."""
+    if run.is_local:
+        raise ConfigurationError(
+            f"The optimizer {optimizer.name!r} has no sync=..., and another one of "
+            "this model has: in such a step each replica's loss is the mean over its "
+            "own rows. Give all optimizers of a model a sync, or none."
+        )
+    if tf.executing_eagerly():
+        from tfdp.chain.eager import EagerTransport
+
+        return EagerTransport(run)
+    reducer: Transport = tf.distribute.get_strategy().extended.reducer
+    return reducer
+
+
+def sum_exactly(
+    values: Sequence[tf.Tensor], run: ReplicaRun, rank: Any, optimizer: Optimizer
+) -> list[tf.Tensor]:
+    """The sums of small values over the replicas."""
+    reduction = Reduction([], [], run, rank, optimizer, riders=list(values))
+    reduce(reduction, [], transport_of(run, optimizer))
+    return reduction.riders
+
+
+def agree_finite(
+    optimizer: Optimizer, gradients: Sequence[Any], run: ReplicaRun, rank: Any
+) -> tf.Tensor:
+    """Whether the gradients are finite on every replica; equal on all of them."""
+    # Sums the number of replicas with others: exact, and needs no other op.
+    mine = type(optimizer).check_finite(optimizer, gradients)
+    bad = tf.cast(tf.logical_not(mine), tf.float32)
+    [total] = sum_exactly([bad], run, rank, optimizer)
+    return total == 0.0
+
+
+def largest_of_replicas(
+    values: Sequence[tf.Tensor], run: ReplicaRun, rank: Any, optimizer: Optimizer
+) -> list[tf.Tensor]:
+    """The elementwise maximum over replicas of vectors of static length; at least 0."""
+    lengths = [value.shape[0] for value in values]
+    mine = tf.concat([tf.cast(value, tf.float32) for value in values], axis=0)
+    place = tf.distribute.get_replica_context().replica_id_in_sync_group
+    # A sum to which each replica adds its own row, because backends have no maximum.
+    # `where`, because infinity times 0 is NaN.
+    own = tf.equal(tf.range(run.replicas), place)[:, None]
+    rows = tf.where(own, mine[None], tf.zeros_like(mine)[None])
+    [all_rows] = sum_exactly([rows], run, rank, optimizer)
+    parts = tf.split(tf.reduce_max(all_rows, axis=0), lengths)
+    return [tf.cast(p, value.dtype) for p, value in zip(parts, values, strict=True)]
