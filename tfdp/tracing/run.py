@@ -200,8 +200,10 @@ class Step:
     def is_even(self) -> bool:
         """Whether every replica certainly has the same number of samples."""
         counts = self.batch.counts
-        if self.mode is Mode.PADDED or counts is None:
-            return self.mode is not Mode.PADDED
+        if self.mode is Mode.PADDED:
+            return False
+        if counts is None:
+            return True
         # The shapes of other hosts are not available here.
         is_static = all(isinstance(n, int) for n in counts)
         return not self.batch.spans_hosts and is_static and len(set(counts)) == 1
