@@ -51,6 +51,7 @@ from tfdp.tracing.rows import (
     add_dummy_rows,
     find_padded,
     real_counts,
+    sum_of,
     trim_rows,
     with_unified_shapes,
     without_dummy_rows,
@@ -75,7 +76,7 @@ class StepCall:
     ):
         #: `fn` identifies the step, `step` runs; they differ for a `tf.function`.
         self.fn, self.step = python_function_of(fn), as_replicas_run_it(fn)
-        self.args, self.kwargs = with_none(args), with_none(kwargs)
+        self.arguments = with_none(args), with_none(kwargs)
         self.model = getattr(self.fn, "__self__", None)
         self.optimizers = optimizers_of(self.model)
         self.is_step = bool(name_of_step(self.fn))
@@ -87,65 +88,63 @@ class StepCall:
         self._padded_rows: Any = None
         self._has_dynamic_rows = False
 
-    @property
-    def rows_here(self) -> Any:
-        """The rows of this process's replicas without padding; None: unknown."""
-        counts: Any = self.run.batch.counts
-        if self._padded_rows is not None:
-            counts = real_counts(self._padded_rows)
-        if counts is None or all(isinstance(n, int) for n in counts):
-            return None if counts is None else sum(counts)
-        return tf.add_n([tf.cast(n, tf.int32) for n in counts])
-
-    def meter(self) -> None:
-        """Lets attached meters count the step, if it trains their model."""
-        for meter in self._observers_of(StepMeter):
-            meter.note(self.rows_here, (self.args, self.kwargs))
-
     def compile_replicas(self) -> None:
         if getattr(self.fn, "__func__", None) is keras.Model.train_step:
             self.step = functools.partial(jitted_train_step, self.model)
 
     def take_batch(self) -> Step:
         """Reads the rows of each replica, and gives each of them at least one."""
-        if self.is_reported and len(self._devices) > 1:
-            self.args = in_parts(self.args, self._devices)
-        arguments = (self.args, self.kwargs or {})
-        batch = Batch.of(arguments, len(self._devices))
-        self.run = run = Step(len(self._devices), batch)
-        run.is_of_one = len(self._devices) == self._hosts == 1
-        padded = find_padded((self.args, self.kwargs))
+        replicas = len(self._devices)
+        if self.is_reported and replicas > 1:
+            args, kwargs = self.arguments
+            self.arguments = in_parts(args, self._devices), kwargs
+        self.run = run = Step(replicas, Batch.of(self.arguments, replicas))
+        run.is_of_one = replicas == self._hosts == 1
+        padded = find_padded(self.arguments)
         if padded is not None:
             padded.set_shapes()
             if tf.nest.flatten(padded.rows):
                 self._padded_rows, run.mode = padded.rows, Mode.PADDED
                 self.step = step_on_padded_batch(self.fn, self.step, self.model, run)
             else:
-                self.args = without_padding(self.args)
-                self.kwargs = without_padding(self.kwargs)
+                self.arguments = without_padding(self.arguments)
         elif not self._is_compiled and (self.is_step or self.is_prediction):
-            self._add_dummy_rows(run)
-            self._has_dynamic_rows = True
-        elif run.batch.may_have_empty_replicas:
+            self.arguments, rows = add_dummy_rows(
+                self.arguments, run.batch.counts, self._devices, self._hosts
+            )
+            for trace, own in zip(run.traces, rows, strict=True):
+                trace.rows = own
+            run.adds_dummy_rows = self._has_dynamic_rows = True
+        else:
             # With static zero rows Keras builds less than on other replicas.
-            self._has_dynamic_rows = True
+            self._has_dynamic_rows = run.batch.may_have_empty_replicas
         return run
 
-    def _add_dummy_rows(self, run: Step) -> None:
-        run.adds_dummy_rows = True
-        given, counts = (self.args, self.kwargs), run.batch.counts
-        (self.args, self.kwargs), rows = add_dummy_rows(
-            given, counts, self._devices, self._hosts
-        )
-        for trace, own in zip(run.traces, rows, strict=True):
-            trace.rows = own
+    def observe(self) -> None:
+        """Attaches the model's callbacks that look into a training step."""
+        self.run.probes = self._observers_of(NoiseProbe)
+        for guard in self._observers_of(FiniteGuard)[-1:]:
+            self.run.guard = guard
+            self.step = guard.around_step(self.step)
 
     def unify_shapes(self) -> None:
         """Makes row counts dynamic where replicas or hosts have different ones."""
         if self._has_dynamic_rows and not tf.executing_eagerly():
-            arguments = (self.args, self.kwargs)
-            self.args, self.kwargs = with_unified_shapes(arguments, self.run.batch)
-        self.run.take_batch((self.args, self.kwargs))
+            self.arguments = with_unified_shapes(self.arguments, self.run.batch)
+        self.run.take_batch(self.arguments)
+
+    def meter(self) -> None:
+        """Lets attached meters count the step, if it trains their model."""
+        for meter in self._observers_of(StepMeter):
+            counts: Any = self.run.batch.counts
+            if self._padded_rows is not None:
+                counts = real_counts(self._padded_rows)
+            rows_here = None if counts is None else sum_of(counts)
+            meter.note(rows_here, self.arguments)
+
+    def _observers_of(self, kind: type) -> list[Any]:
+        is_training = name_of_step(self.fn) == "train_step"
+        return observers_of(self.model, kind) if is_training else []
 
     @contextlib.contextmanager
     def overriding(
@@ -177,7 +176,7 @@ class StepCall:
             return recorded(step, run)
         if self._is_compiled:
             return step
-        batch_is_there = when_batch_is_there((self.args, self.kwargs))
+        batch_is_there = when_batch_is_there(self.arguments)
         step = with_synchronized_buffers(step, run)
 
         @library_code
@@ -207,16 +206,6 @@ class StepCall:
             yield Override(model, "compute_loss", run.guard.checks_loss)
         if run.mode is Mode.PADDED:
             yield from padding_overrides(model, run, made_metrics)
-
-    def observe(self) -> None:
-        self.run.probes = self._observers_of(NoiseProbe)
-        for guard in self._observers_of(FiniteGuard)[-1:]:
-            self.run.guard = guard
-            self.step = guard.around_step(self.step)
-
-    def _observers_of(self, kind: type) -> list[Any]:
-        is_training = name_of_step(self.fn) == "train_step"
-        return observers_of(self.model, kind) if is_training else []
 
     def real_rows_of(self, result: Any) -> Any:
         """A prediction without padding and dummy rows."""

@@ -163,7 +163,7 @@ def padding_overrides(
     if metrics is not None:
         overrides.append((metrics, "update_state", _update_compiled_metrics))
     overrides += [
-        (metric, "update_state", _update_own_metric)
+        (metric, "update_state", _update_metric)
         for metric in own_metrics(model, made_metrics)
     ]
     for target, name, override in overrides:
@@ -200,23 +200,17 @@ def step_on_padded_batch(
         batch = find_padded((args, kwargs))
         run.here.rows = Rows.of_padded(batch.rows)  # type: ignore[union-attr]
         result = step(*without_padding(args), **without_padding(kwargs))
-        _check_step_weighs(fn, run)
+        is_own = name_of_step(fn) and not is_stock_step(fn)
+        if is_own and not run.here.loss_is_weighted:
+            raise ConfigurationError(
+                f"{name_of_step(fn)} of {type(model).__name__} takes its loss without "
+                "self.compute_loss(x=x, y=y, y_pred=y_pred), so padding rows of a "
+                "short batch would count. Call it, or give batches of one size "
+                "(drop_remainder=True), which are not padded."
+            )
         return result
 
     return step_on_rows
-
-
-def _check_step_weighs(step: Any, run: Step) -> None:
-    name = name_of_step(step)
-    if not name or is_stock_step(step):
-        return
-    if not run.here.loss_is_weighted:
-        raise ConfigurationError(
-            f"{name} of {type(step.__self__).__name__} takes its loss without "
-            "self.compute_loss(x=x, y=y, y_pred=y_pred), so padding rows of a short "
-            "batch would count. Call it, or give batches of one size "
-            "(drop_remainder=True), which are not padded."
-        )
 
 
 def _compute_loss(
@@ -341,24 +335,9 @@ def _update_compiled_metrics(
         metrics.build(y_true, y_pred)
     with contextlib.ExitStack() as stack:
         for metric in metrics.metrics:
-            weighted = functools.partial(
-                _update_compiled_metric, metric.update_state, rows, metric
-            )
-            stack.enter_context(instance_attributes(metric, {"update_state": weighted}))
+            own = functools.partial(_update_metric, metric.update_state, rows, metric)
+            stack.enter_context(instance_attributes(metric, {"update_state": own}))
         return update(y_true, y_pred, sample_weight)
-
-
-def _update_compiled_metric(
-    update: Callable,
-    rows: Rows,
-    metric: Any,
-    y_true: Any,
-    y_pred: Any,
-    sample_weight: Any = None,
-) -> Any:
-    if sample_weight is None:
-        sample_weight = weigh_rows(metric, y_pred, rows)
-    return update(y_true, y_pred, sample_weight=sample_weight)
 
 
 def own_metrics(
@@ -375,11 +354,10 @@ def own_metrics(
     yield from (own[key] for key in own.keys() - set(map(id, others)))
 
 
-def _update_own_metric(
+def _update_metric(
     update: Callable, rows: Rows, metric: Any, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Gives padding rows weight 0 in a metric that the step updates itself; single
-    numbers are computed from valid rows already."""
+    """Gives padding rows weight 0; single numbers are of real rows already."""
     signature = inspect.signature(type(metric).update_state)
     bound = signature.bind(metric, *args, **kwargs)
     given = bound.arguments
@@ -401,7 +379,7 @@ def _update_own_metric(
     if weight is None:
         weight = weigh_rows(metric, of_rows[-1], rows)
     else:
-        weight = tf.convert_to_tensor(weight, dtype=metric.dtype)
+        weight = tf.cast(weight, metric.dtype)
         weight = weight * rows.weights(max(1, weight.shape.rank), weight.dtype)
     given["sample_weight"] = weight
     return update(*bound.args[1:], **bound.kwargs)

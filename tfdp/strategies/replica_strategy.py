@@ -193,10 +193,10 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         optimizers = self.extended.made_optimizers.together_with(call.optimizers)
         made_metrics = self.extended.made_metrics.together_with(())
         with self._as_current(run), call.overriding(optimizers, made_metrics) as noted:
-            result = super().run(call.step, call.args, call.kwargs, options)
+            result = super().run(call.step, *call.arguments, options)
             refuse_own_branches(run, self.extended.reducer.branches)
         if not is_reported:
-            warn_of_same_rows(self, (call.args, call.kwargs), run)
+            warn_of_same_rows(self, call.arguments, run)
 
         # What they return: numbers of all rows, and the predictions of real rows.
         if call.is_reported and run.replicas > 1:

@@ -70,7 +70,7 @@ class Batch:
                 f"{replicas}: it was distributed by another strategy. Pass the plain "
                 "tf.data.Dataset to model.fit, or distribute it with this strategy."
             )
-        total = None if counts is None else _sum_of(counts)
+        total = None if counts is None else sum_of(counts)
         return cls(counts, total, has_tensors=has_tensors, sparse_parts=sparse_parts)
 
     @property
@@ -87,7 +87,8 @@ def _rows_of(part: Any) -> Any:
     return part.shape[0] if part.shape[0] is not None else tf.shape(part)[0]
 
 
-def _sum_of(counts: Sequence[Any]) -> Any:
+def sum_of(counts: Sequence[Any]) -> Any:
+    """The sum of row counts: an integer, if all are, or a scalar tensor."""
     if len(counts) == 1:
         return counts[0]
     if all(isinstance(n, int) for n in counts):
@@ -100,8 +101,8 @@ class Rows:
     """The rows that one replica computes on.
 
     Args:
-      present: whether any row is real: a boolean, or a scalar boolean tensor. If not,
-        there is one dummy row, or only padding.
+      present: whether the replica has rows of its own, and no dummy row: a boolean, or
+        a scalar boolean tensor.
       may_be_synthetic: whether a dummy row may be no copy of a real one: the model may
         turn it into NaN, and 0 times NaN is not 0.
       real: which rows of a padded batch are real, a boolean for each; None: the batch

@@ -62,16 +62,10 @@ class Trace:
         self.sums_own_parts = False
         #: The active optimizers, outermost first: whether they still reduce.
         self.updates: list[bool] = []
-        #: Whether an optimizer has been active.
-        self.has_updated = False
         #: Whether an optimizer updates this replica's shard.
         self.updates_shard = False
         #: Mirrored float variables that the replica assigned independently, by id.
         self.local_state: dict[int, Any] = {}
-        #: Those assignments in graphs: variable, value.
-        self.stored: list[tuple[Any, tf.Tensor]] = []
-        #: Assignments in graphs to sums of metrics: variable, value, is it added.
-        self.counted: list[tuple[Any, tf.Tensor, bool]] = []
         #: The `batch_weight.Denominator` of each mean loss, and how many of them
         #: optimizers have consumed.
         self.denominators: list[Any] = []
@@ -134,6 +128,12 @@ class Step:
     #: Whether the loss of dummy rows, and with it its gradients, is 0.
     loss_is_own: bool = False
 
+    #: Whether an optimizer has been active on a replica.
+    has_updated: bool = False
+    #: What replicas assigned, in graphs, to their own copies: rank, variable, value.
+    stored: list[tuple[int, Any, tf.Tensor]] = field(default_factory=list)
+    #: And to sums of metrics: rank, variable, value, is it added.
+    counted: list[tuple[int, Any, tf.Tensor, bool]] = field(default_factory=list)
     #: Whether buffers that are still local are synchronized at the end of the step.
     synchronizes_at_end: bool = False
     #: Ids of those buffers, as the first replica found them; None: not computed yet.
@@ -200,8 +200,10 @@ class Step:
     def is_even(self) -> bool:
         """Whether every replica certainly has the same number of samples."""
         counts = self.batch.counts
-        if self.mode is Mode.PADDED or counts is None:
-            return self.mode is not Mode.PADDED
+        if self.mode is Mode.PADDED:
+            return False
+        if counts is None:
+            return True
         # The shapes of other hosts are not available here.
         is_static = all(isinstance(n, int) for n in counts)
         return not self.batch.spans_hosts and is_static and len(set(counts)) == 1
@@ -320,13 +322,12 @@ class Step:
     def updating(self, *, reduces: bool = False) -> Iterator[None]:
         """Within this an optimizer updates: its assignments are not local state.
         `reduces`: it still has to reduce its gradients."""
-        trace = self.here
-        trace.has_updated = True
-        trace.updates.append(reduces)
+        self.has_updated, updates = True, self.here.updates
+        updates.append(reduces)
         try:
             yield
         finally:
-            trace.updates.pop()
+            updates.pop()
 
     @contextlib.contextmanager
     def updating_shard(self) -> Iterator[None]:
@@ -337,11 +338,6 @@ class Step:
         finally:
             trace.updates_shard = False
 
-    @property
-    def has_updated(self) -> bool:
-        """Whether an optimizer has been active on a replica."""
-        return any(trace.has_updated for trace in self.traces)
-
     def note_local_state(self, rank: Any, variable: Any, value: Any = None) -> None:
         """Records that a replica assigned `value` to its own copy, unless in an update,
         which is the same on all replicas."""
@@ -350,24 +346,14 @@ class Step:
             return
         trace.local_state[id(variable)] = variable
         if isinstance(rank, int) and is_of_graph(value):
-            trace.stored.append((variable, value))
+            self.stored.append((rank, variable, value))
 
     def note_counted(
         self, rank: Any, variable: Any, value: Any, is_added: bool
     ) -> None:
         """Records what a replica assigns, or adds, to a sum of a metric."""
         if isinstance(rank, int) and is_of_graph(value):
-            self.trace(rank).counted.append((variable, value, is_added))
-
-    @property
-    def stored(self) -> list[tuple[int, Any, tf.Tensor]]:
-        """What replicas assigned in graphs to their copies: rank, variable, value."""
-        return [(trace.rank, *one) for trace in self.traces for one in trace.stored]
-
-    @property
-    def counted(self) -> list[tuple[int, Any, tf.Tensor, bool]]:
-        """What replicas assigned to sums of metrics; see `note_counted`."""
-        return [(trace.rank, *one) for trace in self.traces for one in trace.counted]
+            self.counted.append((rank, variable, value, is_added))
 
     def take_local_state(self, rank: Any) -> list[Any]:
         """Removes and returns the variables recorded by `note_local_state`."""
@@ -381,7 +367,7 @@ class Step:
 
     def stored_graphs(self, rank: Any) -> dict[int, Any]:
         """By the ids of variables: the graph in which the replica stored them last."""
-        return {id(v): value.graph for v, value in self.trace(rank).stored}
+        return {id(v): value.graph for by, v, value in self.stored if by == rank}
 
 
 #: The name of `Step` in files that move to `tfdp/chain`.
