@@ -42,7 +42,7 @@ from tfdp.step.jit import jitted_train_step
 from tfdp.step.losses import added_loss_overrides, reduction_overrides
 from tfdp.step.metric_state import warn_if_rows_counted, warn_if_steps_counted
 from tfdp.step.observers import StepMeter, observers_of
-from tfdp.step.optimizers import optimizer_overrides
+from tfdp.step.optimizers import optimizer_overrides, warn_about_draws
 from tfdp.step.padding import padding_overrides, step_on_padded_batch
 from tfdp.step.reports import NotedResults, recorded, report_overrides
 from tfdp.tracing.effect_order import operations
@@ -171,6 +171,7 @@ class StepCall:
         if not (self._is_compiled or tf.executing_eagerly()):
             read_in_place(operations()[built_before:])
             warn_about_written(self.run, operations()[built_before:])
+        warn_about_draws(self.run)
         find_faults_of_losses(self.run, self.model, self.fn)
         warn_about_stored(self.run, self.model)
         warn_if_rows_counted(self.run)

@@ -62,6 +62,10 @@ class ReplicaRun:
     has_tensors: bool = False
     #: By trace: the tensors of the replica's batch.
     batches: dict[int, list[tf.Tensor]] = field(default_factory=dict)
+    #: Gradients that a program gives optimizers: rank, gradients, the optimizer's name.
+    given_gradients: list[tuple[Any, list[Any], str]] = field(default_factory=list)
+    #: The names of optimizers, and the operations that the first replica's update has.
+    updates_built: list[tuple[str, list[Any]]] = field(default_factory=list)
     #: Why a loss may be that of the local batch only, for a warning.
     suspicions: Findings = field(default_factory=Findings)
     #: Why stored state may not be a mean over rows.
@@ -323,6 +327,13 @@ class ReplicaRun:
             yield
         finally:
             self.shard_updates.discard(trace)
+
+    def note_gradients(self, rank: Any, gradients: Iterable[Any], name: str) -> None:
+        """Records gradients that a program gives the optimizer `name`."""
+        is_first = trace_of(rank) == min(self.batches, default=0)
+        # One replica is enough: all do the same.
+        if self.group_size > 1 and is_first and not tf.executing_eagerly():
+            self.given_gradients.append((rank, list(gradients), name))
 
     def note_local_state(self, rank: Any, variable: Any, value: Any = None) -> None:
         """Records that a replica assigned `value` to its own copy, unless in an update,
