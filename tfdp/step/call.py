@@ -20,6 +20,7 @@ from tfdp._private.functions import (
 )
 from tfdp.chain.finite_guard import FiniteGuard
 from tfdp.chain.norms import NoiseProbe
+from tfdp.chain.shards import refuse_own_scaling
 from tfdp.chain.table_rows import read_in_place
 from tfdp.data.keras_input import with_none
 from tfdp.data.split import in_parts
@@ -171,6 +172,8 @@ class StepCall:
         if not (self._is_compiled or tf.executing_eagerly()):
             read_in_place(operations()[built_before:])
             warn_about_written(self.run, operations()[built_before:])
+        if self.run.given_shards:
+            refuse_own_scaling(self.run)
         warn_about_draws(self.run)
         find_faults_of_losses(self.run, self.model, self.fn)
         warn_about_stored(self.run, self.model)

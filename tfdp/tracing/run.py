@@ -64,6 +64,8 @@ class ReplicaRun:
     batches: dict[int, list[tf.Tensor]] = field(default_factory=dict)
     #: Gradients that a program gives optimizers: rank, gradients, the optimizer's name.
     given_gradients: list[tuple[Any, list[Any], str]] = field(default_factory=list)
+    #: Those of weights stored in shards, with their ranks.
+    given_shards: list[tuple[Any, Any]] = field(default_factory=list)
     #: The names of optimizers, and the operations that the first replica's update has.
     updates_built: list[tuple[str, list[Any]]] = field(default_factory=list)
     #: Why a loss may be that of the local batch only, for a warning.
