@@ -105,8 +105,10 @@ def test_stages_nest_and_get_the_sums_of_their_own_riders():
     assert notes == [order, order]
     assert_sums(reductions)
     assert transport.exchanges == [("sum", 2, 2)]
-    update_through(reductions[0], [Noted("a", order), Noted("b", order)], order.clear)
-    assert order == []
+    around = []
+    stages = [Noted("a", around), Noted("b", around)]
+    update_through(reductions[0], lambda: around.append("update"), stages)
+    assert around == ["around a", "around b", "update"]
 
 
 def test_without_stages_there_is_one_exchange_and_no_rider():
@@ -270,7 +272,8 @@ def test_a_momentum_is_sent_in_parts_and_comes_back_as_a_gradient(is_plain):
 
 def test_a_guard_skips_the_update_on_all_replicas():
     transport, optimizer = FakeTransport(2), keras.optimizers.SGD()
-    model = types.SimpleNamespace(trainable_variables=[])
+    weight = keras.Variable(np.zeros(2))
+    model = types.SimpleNamespace(trainable_variables=[weight])
     guard = FiniteGuard(model, transport, 2, stops=False)
     guard.arm(10)
     updated = []
@@ -279,8 +282,8 @@ def test_a_guard_skips_the_update_on_all_replicas():
         run = run_of([1, 1])
         run.guard = guard
         own = list(map(tf.constant, gradients[rank]))
-        reduction = Reduction(own, [], run, rank, optimizer)
-        update_through(reduction, [guard], lambda: updated.append(rank))
+        reduction = Reduction(own, [weight], run, rank, optimizer)
+        update_through(reduction, lambda: updated.append(rank))
 
     transport.on_replicas(lambda rank: replica(rank, GRADIENTS))
     assert sorted(updated) == [0, 1]

@@ -58,7 +58,7 @@ def test_a_bucket_is_made_when_the_message_before_it_has_begun():
         gradients = [tf.ones(SHAPE) * n for n in range(COUNT)]
         kept = [Kept(tf.zeros(SHAPE), {}) for _ in gradients]
         step = tf.constant(0, tf.int64)
-        summer.sums(gradients, kept, step, 0, lambda mine: mine)
+        summer.exchange(gradients, kept, step, 0)
         assert len(group.begun) == BUCKETS
         for before, sent in zip(group.begun[:-1], group.sent[1:], strict=True):
             assert before.op in runs_behind(sent)

@@ -67,6 +67,13 @@ def number_added_by_keras(variable: tf.Variable) -> Any:
     return number if sign > 0 else -number
 
 
+def is_counted_by_keras(variable: tf.Variable) -> bool:
+    """Whether Keras is adding a Python number to `variable`, as to `iterations`."""
+    added = _calls.now.added
+    is_number = added is not None and isinstance(added[1], (int, float))
+    return is_number and added[0].value is variable  # type: ignore[index]
+
+
 def is_made_for_autocast() -> bool:
     """Whether the variable being created belongs to a Keras variable that autocasts.
 

@@ -120,9 +120,12 @@ def reduce(
 
 
 def update_through(
-    reduction: Reduction, chain: Sequence[Stage], update: Callable[[], Any]
+    reduction: Reduction, update: Callable[[], Any], chain: Sequence[Stage] = ()
 ) -> None:
-    """Makes the update within all stages."""
+    """Makes the update within all stages, the innermost a guard that may skip it."""
+    guard = reduction.run.guard
+    if guard is not None and guard.is_about(reduction.variables):
+        chain = [*chain, guard]
     for stage in reversed(chain):
         update = functools.partial(stage.around, reduction, update)
     update()

@@ -52,7 +52,8 @@ class Shards(Stage):
         for place, kind in enumerate(kinds):
             if kind not in (None, ShardUpdatedVariable):
                 shard = self._sums[place] = reduction.take(place)
-                refuse_own_scaling(reduction.run, reduction.rank, shard)
+                if not tf.executing_eagerly():
+                    reduction.run.given_shards.append((reduction.rank, shard))
 
     def after(self, reduction: Reduction) -> None:
         for place, shard in self._sums.items():
@@ -83,12 +84,12 @@ def refuse_sum_of_shards(run: ReplicaRun, rank: Any, values: Any) -> None:
             )
 
 
-def refuse_own_scaling(run: ReplicaRun, rank: Any, gradient: Any) -> None:
-    """Refuses a gradient of a sharded weight that was scaled by one replica's parts."""
-    if not is_of_graph(gradient):
-        return
-    if Term.SHARD_NUMBER in run.analysis(rank).value(gradient).terms:
-        raise ConfigurationError(
-            f"{WHAT_IT_IS}, and here it is scaled by a number computed from "
-            f"one replica's parts. {WHAT_TO_DO}"
-        )
+def refuse_own_scaling(run: ReplicaRun) -> None:
+    """Refuses gradients of sharded weights that were scaled by one replica's parts."""
+    for rank, gradient in run.given_shards:
+        value = run.analysis(rank).value(gradient) if is_of_graph(gradient) else None
+        if value is not None and Term.SHARD_NUMBER in value.terms:
+            raise ConfigurationError(
+                f"{WHAT_IT_IS}, and here it is scaled by a number computed from "
+                f"one replica's parts. {WHAT_TO_DO}"
+            )

@@ -83,12 +83,6 @@ def chain_of(reduction: Reduction) -> list[Stage]:
     return chain
 
 
-def guard_of(run: ReplicaRun, variables: Sequence[Any]) -> list[Stage]:
-    """The stage around an update of `variables` that skips it; none: no guard."""
-    guard = run.guard
-    return [guard] if guard is not None and guard.is_about(variables) else []
-
-
 def transport_of(run: ReplicaRun, optimizer: Optimizer) -> Transport:
     """What sums for all replicas."""
     if run.is_local:

@@ -15,7 +15,7 @@ from tfdp import compression
 from tfdp._private import optimizer_hooks as hooks
 from tfdp._private.names import replicas_of
 from tfdp.chain.reduction import Reduction, Stage, update_through
-from tfdp.chain.stages import agree_finite, guard_of, reduce_gradients
+from tfdp.chain.stages import agree_finite, reduce_gradients
 from tfdp.checks import is_number, is_whole
 from tfdp.errors import ConfigurationError, ScopeError
 from tfdp.optimizers.apart import (
@@ -38,7 +38,6 @@ from tfdp.sync.local_sgd import LocalSGD
 from tfdp.sync.rounds import Sync
 from tfdp.tracing.batch_weight import batch_weight
 from tfdp.tracing.keras_steps import as_tensors
-from tfdp.tracing.loss_checks import note_gradients
 from tfdp.tracing.run import current_run
 
 
@@ -187,8 +186,8 @@ class DistributedOptimizer(hooks.LossScaleHooks):
         refuse_overwritten(variables, type(self).__name__)
         gradients = as_tensors(grads)
         found = current_run()
-        if found is not None:
-            note_gradients(*found, gradients, self)
+        if found is not None and not found[0].is_updating:
+            found[0].note_gradients(found[1], gradients, self.name)
         if self.static_scale is not None:
             scale = self.static_scale
             gradients = [g if g is None else ops.divide(g, scale) for g in gradients]
@@ -200,7 +199,7 @@ class DistributedOptimizer(hooks.LossScaleHooks):
             self._update_weights(reduced, variables)
         else:
             accumulate = functools.partial(self._accumulate, gradients, variables)
-            self._update_through([], gradients, variables, accumulate)
+            self._update_through(gradients, variables, accumulate)
 
     @property
     def has_accumulated(self) -> bool:
@@ -310,14 +309,14 @@ class DistributedOptimizer(hooks.LossScaleHooks):
         """Tests, clips and updates, with reduced gradients."""
         update = functools.partial(self._update_tested, gradients, variables)
         rounds: list[Stage] = [] if self._rounds is None else [self._rounds]
-        self._update_through(rounds, gradients, variables, update)
+        self._update_through(gradients, variables, update, rounds)
 
     def _update_through(
         self,
-        chain: list[Stage],
         gradients: list[Any],
         variables: list[Any],
         update: Callable[[], Any],
+        chain: Sequence[Stage] = (),
     ) -> None:
         """Makes an update within the stages around it; `gradients` are its own."""
         found = current_run()
@@ -326,7 +325,7 @@ class DistributedOptimizer(hooks.LossScaleHooks):
             return
         run, rank = found
         reduction = Reduction(gradients, variables, run, rank, self)
-        update_through(reduction, [*chain, *guard_of(run, variables)], update)
+        update_through(reduction, update, chain)
 
     def _update_tested(self, gradients: list[Any], variables: list[Any]) -> None:
         with takes_reduced(self.inner_optimizer):

@@ -20,6 +20,7 @@ from tfdp._private.functions import (
 )
 from tfdp.chain.finite_guard import FiniteGuard
 from tfdp.chain.norms import NoiseProbe
+from tfdp.chain.shards import refuse_own_scaling
 from tfdp.chain.table_rows import read_in_place
 from tfdp.data.keras_input import with_none
 from tfdp.data.split import in_parts
@@ -35,7 +36,7 @@ from tfdp.step.jit import jitted_train_step
 from tfdp.step.losses import added_loss_overrides, reduction_overrides
 from tfdp.step.metric_state import warn_if_rows_counted, warn_if_steps_counted
 from tfdp.step.observers import StepMeter, observers_of
-from tfdp.step.optimizers import optimizer_overrides
+from tfdp.step.optimizers import optimizer_overrides, warn_about_draws
 from tfdp.step.reports import NotedResults, recorded, report_overrides
 from tfdp.step.rows import (
     dummy_row_overrides,
@@ -164,6 +165,9 @@ class StepCall:
         if in_graph:
             read_in_place(operations()[built_before:])
             warn_about_written(run, operations()[built_before:])
+        if run.given_shards:
+            refuse_own_scaling(run)
+        warn_about_draws(run)
         find_faults_of_losses(run, self.model, self.fn)
         warn_about_stored(run, self.model)
         warn_if_rows_counted(run)

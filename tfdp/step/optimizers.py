@@ -33,7 +33,6 @@ from tfdp._private.step_ops import operations_within
 from tfdp.chain.reduction import Reduction, update_through
 from tfdp.chain.stages import (
     agree_finite,
-    guard_of,
     largest_of_replicas,
     reduce_gradients,
 )
@@ -54,8 +53,7 @@ from tfdp.sharding.updates import shards_of
 from tfdp.sharding.variables import shard_kind
 from tfdp.step.buffer_synchronization import synchronize_layer_state
 from tfdp.step.find_optimizers import innermost_optimizers
-from tfdp.tracing.keras_steps import as_tensors
-from tfdp.tracing.loss_checks import note_gradients
+from tfdp.tracing.keras_steps import VARIABLES
 from tfdp.tracing.run import ReplicaRun, call_before_step, current_run
 
 # What a loss scaler has besides the optimizer that it wraps.
@@ -63,33 +61,57 @@ SCALE_STATE = ("step_counter", "dynamic_scale")
 ALREADY_REDUCED = {REDUCE: lambda grads_and_vars: grads_and_vars}
 
 
+class Overridden:
+    """An optimizer that gets reduced gradients in `run`, and what is known of it."""
+
+    def __init__(self, optimizer: Optimizer, run: ReplicaRun):
+        self.optimizer, self.run = optimizer, run
+        self.shards = shards_of(optimizer)
+        self.leaves = innermost_optimizers(optimizer)
+        accumulates = any(leaf.gradient_accumulation_steps for leaf in self.leaves)
+        in_shards = self.shards is not None and self.shards.stage > 1
+        #: Whether gradients are reduced before the optimizer looks at them. With
+        #: accumulation Keras reduces once for all batches, within its conditional; but
+        #: from stage 2 on the accumulators are shards of sums.
+        self.reduces_first = not accumulates or in_shards
+        #: Those with a sum of their own, which would not be called.
+        self.own_reduction = [leaf for leaf in self.leaves if is_own(leaf, REDUCE)]
+        #: Whether something about it may have to be refused.
+        self.is_checked = bool(self.shards or self.own_reduction or accumulates)
+
+
 def optimizer_overrides(
     optimizers: Iterable[Optimizer], run: ReplicaRun
 ) -> Iterator[Override]:
     """With these, `optimizers` reduce before they clip, test and update; nested ones (a
     loss scaler's, a group's) only if they are called directly."""
-    for optimizer in optimizers:
-        for name, method in _method_overrides(optimizer, run).items():
-            yield Override(optimizer, name, instead(method))
+    known = [Overridden(optimizer, run) for optimizer in optimizers]
+    some_defer = not all(facts.reduces_first for facts in known)
+    for facts in known:
+        for name, method in _method_overrides(facts, some_defer).items():
+            yield Override(facts.optimizer, name, instead(method))
 
 
-def _method_overrides(optimizer: Optimizer, run: ReplicaRun) -> dict[str, Any]:
+def _method_overrides(facts: Overridden, some_defer: bool) -> dict[str, Any]:
+    """`some_defer`: whether an optimizer, maybe one that holds this one, reduces in its
+    update."""
+    optimizer, run = facts.optimizer, facts.run
     overrides: dict[str, Any] = {}
     if type(optimizer).scale_loss is not Optimizer.scale_loss:
         overrides["scale_loss"] = functools.partial(_scale_loss, optimizer)
     if getattr(optimizer, "reduces_gradients", False):
         return overrides  # DistributedOptimizer does the rest itself
-    overrides["apply"] = functools.partial(_apply, optimizer, run)
+    overrides["apply"] = functools.partial(_apply, facts)
     if is_own(optimizer, "apply_gradients"):
-        apply_gradients = functools.partial(_apply_gradients, optimizer, run)
-        overrides["apply_gradients"] = apply_gradients
+        overrides["apply_gradients"] = functools.partial(_apply_gradients, facts)
     # A loss scaler branches on its test: replicas that branch differently deadlock, so
     # they agree on the result first.
     if hasattr(optimizer, "inner_optimizer"):
-        overrides["check_finite"] = functools.partial(_check_finite, optimizer, run)
+        overrides["check_finite"] = functools.partial(_check_finite, facts)
         return overrides
-    shards = shards_of(optimizer)
-    own = {} if shards is None else shard_overrides(optimizer, shards)
+    own = {} if facts.shards is None else shard_overrides(optimizer, facts.shards)
+    if not some_defer:
+        return own | ALREADY_REDUCED | overrides
     # Keras clips before it accumulates and reduces. Clipping of gradients that are not
     # reduced yet is deferred to `_reduce`.
     clip = own.get(CLIP, by_keras(optimizer, CLIP))
@@ -99,93 +121,93 @@ def _method_overrides(optimizer: Optimizer, run: ReplicaRun) -> dict[str, Any]:
         return gradients if is_deferred else clip(gradients)
 
     own[CLIP] = clip_unless_deferred
-    own[REDUCE] = functools.partial(_reduce, optimizer, run)
+    own[REDUCE] = functools.partial(_reduce, facts)
     return own | overrides
 
 
-def _reduces_first(optimizer: Optimizer) -> bool:
-    """Whether gradients are reduced before `optimizer` looks at them."""
-    # With accumulation Keras reduces once for all batches, within its conditional; but
-    # from stage 2 on the accumulators are shards of sums.
-    shards = shards_of(optimizer)
-    leaves = innermost_optimizers(optimizer)
-    accumulates = any(leaf.gradient_accumulation_steps for leaf in leaves)
-    return not accumulates or (shards is not None and shards.stage > 1)
-
-
 def _apply_gradients(
-    optimizer: Optimizer,
-    run: ReplicaRun,
-    grads_and_vars: Iterable[tuple[Any, Any]],
-    **more: Any,
+    facts: Overridden, grads_and_vars: Iterable[tuple[Any, Any]], **more: Any
 ) -> Any:
     """For a user's own `apply_gradients`; Keras' one just calls `apply`."""
-    own = type(optimizer).apply_gradients.__get__(optimizer)
+    own = type(facts.optimizer).apply_gradients.__get__(facts.optimizer)
     gradients, variables = zip(*grads_and_vars, strict=True)
 
     def original(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         own(list(zip(gradients, variables, strict=True)), **more)
 
-    _apply(optimizer, run, gradients, variables, original)
-    return optimizer.iterations
+    _apply(facts, gradients, variables, original)
+    return facts.optimizer.iterations
 
 
 def _apply(
-    optimizer: Optimizer,
-    run: ReplicaRun,
+    facts: Overridden,
     gradients: Sequence[Any],
     trainable_variables: Any = None,
     original: Callable[..., Any] | None = None,
 ) -> Any:
     """Keras' `apply` with reduced gradients; `original` makes the update."""
+    optimizer, run, found = facts.optimizer, facts.run, current_run()
     original = original or type(optimizer).apply.__get__(optimizer)
-    original = watch_draws([optimizer, *innermost_optimizers(optimizer)], run, original)
     # A nested optimizer is called with gradients that the outer one has reduced.
-    is_given_reduced = current_run() is None or run.is_updating
-    if is_given_reduced:
-        return original(gradients, trainable_variables)
-    gradients = list(gradients)
-    note_gradients(run, current_rank(), gradients, optimizer)
-    if shards_of(optimizer) is not None:
-        check_own_hooks(optimizer)
-        for leaf in innermost_optimizers(optimizer):
-            check_shardable(leaf)
-    if run.replicas > 1:
-        _refuse_own_reduction(optimizer)
+    if found is None or run.is_updating:
+        return _noting_draws(facts, original, gradients, trainable_variables)
+    rank = found[1]
     # Lists, because Keras passes zips, which can be read once only.
+    gradients = list(gradients)
     variables = None if trainable_variables is None else list(trainable_variables)
-    gradients = as_tensors(gradients)
+    run.note_gradients(rank, gradients, optimizer.name)
+    gradients = [
+        tf.convert_to_tensor(one) if isinstance(one, VARIABLES) else one
+        for one in gradients
+    ]
+    if facts.is_checked:
+        _check(facts)
     if variables is not None and not optimizer.built:
         build_before_step(optimizer, variables)
-    if variables is not None and run.replicas > 1:
-        gradients = maximize_stored_values(gradients, variables, run, optimizer)
-    reduces_first = _reduces_first(optimizer)
-    if reduces_first:
-        _reduce_before(optimizer, run, gradients, variables)
-    else:
-        if run.replicas > 1:
-            _refuse_own_look(optimizer)
-        synchronize_layer_state(run, current_rank())
-
     built_with = variables or variables_built_with(optimizer)
+    are_stored = [getattr(v, OVERWRITTEN, False) for v in built_with]
+    if variables is not None and run.replicas > 1 and any(are_stored):
+        gradients = maximize_stored_values(gradients, variables, run, optimizer)
+    if facts.reduces_first:
+        places = [
+            place
+            for place, gradient in enumerate(gradients)
+            if gradient is not None and not are_stored[place]
+        ]
+        sent, targets = [gradients[i] for i in places], [built_with[i] for i in places]
+        reduced = reduce_gradients(sent, run, rank, targets, optimizer)
+        for place, gradient in zip(places, reduced, strict=True):
+            gradients[place] = gradient
+    else:
+        synchronize_layer_state(run, rank)
 
     def update() -> None:
-        with run.updating(reduces=not reduces_first):
-            original(gradients, variables)
+        with run.updating(reduces=not facts.reduces_first):
+            _noting_draws(facts, original, gradients, variables)
 
-    reduction = Reduction(gradients, built_with, run, current_rank(), optimizer)
-    update_through(reduction, guard_of(run, built_with), update)
+    reduction = Reduction(gradients, built_with, run, rank, optimizer)
+    update_through(reduction, update)
+    return None
 
 
-def _refuse_own_reduction(optimizer: Optimizer) -> None:
-    for leaf in innermost_optimizers(optimizer):
-        if is_own(leaf, REDUCE):
-            raise ConfigurationError(
-                f"The optimizer {type(leaf).__name__} has {REDUCE} of its own, which "
-                "would not be called: gradients are added up before an optimizer looks "
-                "at them. What it does with the sum belongs into apply, before it "
-                "calls super().apply."
-            )
+def _check(facts: Overridden) -> None:
+    """Refuses an optimizer that would look at parts of sums, or whose own sum would not
+    be called."""
+    if facts.shards is not None:
+        check_own_hooks(facts.optimizer)
+        for leaf in facts.leaves:
+            check_shardable(leaf)
+    if facts.run.replicas == 1:
+        return
+    for leaf in facts.own_reduction:
+        raise ConfigurationError(
+            f"The optimizer {type(leaf).__name__} has {REDUCE} of its own, which "
+            "would not be called: gradients are added up before an optimizer looks "
+            "at them. What it does with the sum belongs into apply, before it "
+            "calls super().apply."
+        )
+    if not facts.reduces_first:
+        _refuse_own_look(facts.optimizer)
 
 
 def _refuse_own_look(optimizer: Optimizer) -> None:
@@ -273,30 +295,10 @@ def _build_scale(optimizer: Any) -> None:
     optimizer.built = False
 
 
-def _reduce_before(
-    optimizer: Optimizer,
-    run: ReplicaRun,
-    gradients: list[Any],
-    variables: list[Any] | None,
-) -> None:
-    pairs = zip(gradients, variables or [None] * len(gradients), strict=True)
-    places = [
-        place
-        for place, (gradient, variable) in enumerate(pairs)
-        if gradient is not None and not is_overwritten(variable)
-    ]
-    built_with = variables or variables_built_with(optimizer)
-    sent, targets = [gradients[i] for i in places], [built_with[i] for i in places]
-    reduced = reduce_gradients(sent, run, current_rank(), targets, optimizer)
-    for place, gradient in zip(places, reduced, strict=True):
-        gradients[place] = gradient
-
-
-def _check_finite(
-    optimizer: Optimizer, run: ReplicaRun, gradients: Sequence[Any]
-) -> tf.Tensor:
+def _check_finite(facts: Overridden, gradients: Sequence[Any]) -> tf.Tensor:
     """Keras' test on replicated gradients; otherwise replicas agree on the result."""
-    is_replicated = _reduces_first(optimizer) and shards_of(optimizer) is None
+    optimizer = facts.optimizer
+    is_replicated = facts.reduces_first and facts.shards is None
     if is_replicated or tf.distribute.in_cross_replica_context():
         return type(optimizer).check_finite(optimizer, gradients)
     if is_own(optimizer, "check_finite"):
@@ -305,13 +307,14 @@ def _check_finite(
             "which would look at each replica's part of the gradients, or its shards: "
             "leave out shard= and gradient_accumulation_steps, or the method."
         )
-    return agree_finite(optimizer, gradients, run, current_rank())
+    return agree_finite(optimizer, gradients, facts.run, current_rank())
 
 
 def _reduce(
-    optimizer: Optimizer, run: ReplicaRun, grads_and_vars: Sequence[tuple[Any, Any]]
+    facts: Overridden, grads_and_vars: Sequence[tuple[Any, Any]]
 ) -> list[tuple[Any, Any]]:
     """Reduces, and then clips, gradients that were not reduced before."""
+    optimizer, run, shards = facts.optimizer, facts.run, facts.shards
     pairs = list(grads_and_vars)
     if current_run() is None or not run.reduces_in_update:
         return pairs
@@ -319,7 +322,6 @@ def _reduce(
     variables = [pairs[i][1] for i in places]
     gradients = [pairs[i][0] for i in places]
     reduced = reduce_gradients(gradients, run, current_rank(), variables, optimizer)
-    shards = shards_of(optimizer)
     clipped = (
         by_keras(optimizer, CLIP)(reduced)
         if shards is None
@@ -345,45 +347,46 @@ def takes_reduced(optimizer: Optimizer) -> Iterator[None]:
         yield
 
 
-def watch_draws(
-    optimizers: Iterable[Optimizer], run: ReplicaRun, update: Callable[..., Any]
-) -> Callable[..., Any]:
-    """Wraps `update` to warn of TensorFlow's random ops: their seeds differ by replica,
-    and those of `keras.random` do not."""
-    if run.replicas == 1 or run.is_local or tf.executing_eagerly():
-        return update
-    if tf.distribute.in_cross_replica_context():
-        return update  # as in a user's own merge_call: one draw for all copies
-    rank = current_rank()
-    if isinstance(rank, int) and rank != 0:
-        return update  # one replica is enough: all do the same
+def _noting_draws(
+    facts: Overridden, update: Callable[..., Any], gradients: Any, variables: Any
+) -> Any:
+    """Calls `update`, and notes what it builds for `warn_about_draws`."""
+    run = facts.run
+    # As in a user's own merge_call: one draw for all copies.
+    is_noted = not (tf.executing_eagerly() or tf.distribute.in_cross_replica_context())
+    is_noted = is_noted and run.replicas > 1 and not run.is_local
+    if not is_noted or run.here is not run.traces[0]:  # one replica is enough
+        return update(gradients, variables)
+    graph = tf.compat.v1.get_default_graph()
+    before = len(graph.get_operations())
+    result = update(gradients, variables)
+    names = sorted({type(each).__name__ for each in (facts.optimizer, *facts.leaves)})
+    run.updates_built.append((", ".join(names), graph.get_operations()[before:]))
+    return result
 
-    @functools.wraps(update)
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        graph = tf.compat.v1.get_default_graph()
-        before = len(graph.get_operations())
-        result = update(*args, **kwargs)
-        made = operations_within(graph.get_operations()[before:])
-        if any(map(draws, made)):
-            names = ", ".join(sorted({type(each).__name__ for each in optimizers}))
+
+def warn_about_draws(run: ReplicaRun) -> None:
+    """Warns of updates with TensorFlow's random ops: their seeds differ by replica, and
+    those of `keras.random` do not."""
+    for names, built in run.updates_built:
+        if any(map(draws, operations_within(built))):
             run.state_suspicions.add(
                 f"the optimizer {names} draws random numbers with TensorFlow ops, "
                 "which differ on each replica, so the copies of the weights diverge. "
                 "Draw with keras.random and a keras.random.SeedGenerator in the "
                 "optimizer: in an update these draws are the same on all replicas"
             )
-        return result
-
-    return watched
 
 
+#: Keras' mark of variables that get their gradient as the next value.
+OVERWRITTEN = "overwrite_with_gradient"
 # Of such a history only the first value is new, the others are equal on all replicas.
 HISTORY = "amax_history"
 
 
 def is_overwritten(variable: Any) -> bool:
     """Whether Keras stores the gradient of `variable` as its next value."""
-    return bool(getattr(variable, "overwrite_with_gradient", False))
+    return bool(getattr(variable, OVERWRITTEN, False))
 
 
 def maximize_stored_values(

@@ -40,7 +40,9 @@ class ReplicaExtended(LastingInput):
     first_draw = 0
 
     def update(self, var: Any, fn: Callable, *args: Any, **kwargs: Any) -> Any:
-        check_component(var, self._container_strategy())  # type: ignore[attr-defined]
+        strategy = self._container_strategy()  # type: ignore[attr-defined]
+        if getattr(var, "distribute_strategy", None) is not strategy:
+            check_component(var, strategy)
         return super().update(var, fn, *args, **kwargs)  # type: ignore[misc]
 
     def colocate_vars_with(self, colocate_with_variable: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import keras
@@ -262,24 +262,15 @@ def _value_of_several(run: Step, rank: Any, tensor: Any) -> Value | None:
     return run.analysis(rank).value(tensor)
 
 
-def note_gradients(
-    run: Step, rank: Any, gradients: Sequence[Any], optimizer: Any
-) -> None:
-    """Records the values of gradients that a program gives an optimizer."""
-    is_first = run.trace(rank) is run.traces[0]
-    if run.group_size == 1 or run.is_updating or not is_first:
-        return  # one replica is enough: all do the same
-    for gradient in gradients:
-        part = getattr(gradient, "values", gradient)
-        if is_of_graph(part):
-            value = run.analysis(rank).value(part)
-            run.applied.setdefault(value, str(optimizer.name))
-
-
 def find_faults_of_losses(run: Step, model: Any, step: Any) -> None:
     """Adds findings about the losses whose gradients optimizers got in this run."""
     if run.group_size == 1:
         return
+    for rank, gradients, name in run.given_gradients:
+        for given in gradients:
+            part = getattr(given, "values", given)
+            if is_of_graph(part):
+                run.applied.setdefault(run.analysis(rank).value(part), name)
     for gradient, optimizer in run.applied.items():
         change = change_of_gradients(gradient, scales_by_hand=run.scales_by_hand)
         if change is not None:

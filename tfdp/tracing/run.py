@@ -114,9 +114,9 @@ class Step:
     groups: tuple[tuple[int, ...], ...] | None = None
     #: Whether there is one replica on one host: its values are the global ones.
     is_of_one: bool = False
-    #: Skips steps that are not finite (`tfdp.step.finite_guard`), or None.
+    #: Skips steps that are not finite (`tfdp.chain.finite_guard`), or None.
     guard: Any = None
-    #: Probes that record the norms of gradients (`tfdp.step.observers`).
+    #: Probes that record the norms of gradients (`tfdp.chain.norms`).
     probes: list[Any] = field(default_factory=list)
     #: Checks that eager replicas take part in the same exchanges in the same order.
     eager_order: EagerOrder = field(default_factory=EagerOrder)
@@ -128,6 +128,12 @@ class Step:
     #: Whether the loss of dummy rows, and with it its gradients, is 0.
     loss_is_own: bool = False
 
+    #: Gradients that a program gives optimizers: rank, gradients, the optimizer's name.
+    given_gradients: list[tuple[Any, list[Any], str]] = field(default_factory=list)
+    #: Those of weights stored in shards, with their ranks.
+    given_shards: list[tuple[Any, Any]] = field(default_factory=list)
+    #: The names of optimizers, and the operations that the first replica's update has.
+    updates_built: list[tuple[str, list[Any]]] = field(default_factory=list)
     #: Whether an optimizer has been active on a replica.
     has_updated: bool = False
     #: What replicas assigned, in graphs, to their own copies: rank, variable, value.
@@ -337,6 +343,13 @@ class Step:
             yield
         finally:
             trace.updates_shard = False
+
+    def note_gradients(self, rank: Any, gradients: Iterable[Any], name: str) -> None:
+        """Records gradients that a program gives the optimizer `name`."""
+        is_first = self.trace(rank) is self.traces[0]
+        # One replica is enough: all do the same.
+        if self.group_size > 1 and is_first and not tf.executing_eagerly():
+            self.given_gradients.append((rank, list(gradients), name))
 
     def note_local_state(self, rank: Any, variable: Any, value: Any = None) -> None:
         """Records that a replica assigned `value` to its own copy, unless in an update,

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp._private import names
-from tfdp._private.keras_calls import number_added_by_keras
+from tfdp._private.keras_calls import is_counted_by_keras, number_added_by_keras
 from tfdp._private.variable_hooks import checkpoint_unless_hooked
 from tfdp.errors import CheckpointWarning, ConfigurationError
 from tfdp.lint.terms import change_of, outermost, term_added_to
@@ -127,15 +127,17 @@ class ReplicaMirroredVariable(PythonValue, HandleOfReplica, OwnMeans, LocalView)
     def _update_replica(self, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
         extended = self.distribute_strategy.extended
         run, rank = extended.current_run, names.current_rank()
-        if self.aggregation == tf.VariableAggregation.NONE:
+        is_aggregated = self.aggregation != tf.VariableAggregation.NONE
+        if not is_aggregated and run.is_updating:
+            return super()._update_replica(update_fn, value, **kwargs)
+        if not is_aggregated:
             if self.dtype.is_floating:
                 run.note_local_state(rank, self, value)
                 value = self._added_of_own_rows(run, rank, value)
                 value = self._of_rows_of_group(run, rank, value)
-                if not run.is_updating:
-                    self.note_own()
-                    before_storing(self, self._get_replica(rank))
-            elif not run.is_updating and not _is_replicated(value, self, rank):
+                self.note_own()
+                before_storing(self, self._get_replica(rank))
+            elif not _is_replicated(value, self, rank):
                 self.is_of_replica = True
         if tf.is_tensor(value) and isinstance(rank, int):
             is_mean = self.aggregation == tf.VariableAggregation.MEAN
@@ -146,13 +148,15 @@ class ReplicaMirroredVariable(PythonValue, HandleOfReplica, OwnMeans, LocalView)
         first_only = tf.VariableAggregation.ONLY_FIRST_REPLICA
         if self.aggregation == first_only and not tf.executing_eagerly():
             component = self._get_replica(rank)
-            is_same = not tf.is_tensor(value) or is_same_on_every_replica(
-                run, rank, value, component
+            is_same = (
+                not tf.is_tensor(value)
+                or is_counted_by_keras(self)
+                or is_same_on_every_replica(run, rank, value, component)
             )
             if not is_same:
                 value = self._of_first_replica(value, rank)
             return update_fn(component, value, **kwargs)
-        if tf.executing_eagerly() and self.aggregation != tf.VariableAggregation.NONE:
+        if tf.executing_eagerly() and is_aggregated:
             run.eager_order.meet(rank, f"an update of {self.name}")
         with run.summing_own_parts(rank):
             return super()._update_replica(update_fn, value, **kwargs)
@@ -195,7 +199,7 @@ class ReplicaMirroredVariable(PythonValue, HandleOfReplica, OwnMeans, LocalView)
     def _added_of_own_rows(self, run: Any, rank: Any, value: Any) -> Any:
         """`value` without what a dummy row added to it, if it is a sum."""
         is_known = isinstance(rank, int) and isinstance(value, tf.Tensor)
-        if not run.has_dummy_rows or run.is_updating or not is_known:
+        if not run.has_dummy_rows or not is_known:
             return value
         if isinstance(value, tf.__internal__.EagerTensor):
             return value
@@ -207,7 +211,7 @@ class ReplicaMirroredVariable(PythonValue, HandleOfReplica, OwnMeans, LocalView)
 
     def _of_rows_of_group(self, run: Any, rank: Any, value: Any) -> Any:
         """`value`; in local training, the old value if the group has no rows."""
-        if not run.is_local or run.is_updating or not isinstance(rank, int):
+        if not run.is_local or not isinstance(rank, int):
             return value
         own = [run.trace(peer).rows.present for peer in run.group_of(rank)]
         if any(has_rows is True for has_rows in own):
