@@ -17,7 +17,6 @@ import dataclasses
 import json
 import math
 import os
-import stat
 import struct
 import threading
 import time
@@ -29,7 +28,12 @@ from typing import Any
 from tfdp.checks import is_number
 from tfdp.cluster.description import integer, present, quoted
 from tfdp.errors import ConfigurationError
-from tfdp.files.checked_json import LARGEST_COUNT, is_count, parse_json
+from tfdp.files.checked_json import (
+    LARGEST_COUNT,
+    is_count,
+    open_regular_file,
+    parse_json,
+)
 
 FOLDER_VARIABLE = "TFDP_PROGRESS"
 # Magic; steps resumed from, saved and done; number of strategies; times of resume and
@@ -162,19 +166,12 @@ def read_progress(folder: str, process: int) -> Progress | None:
     The folder may hold anything: no link is followed, no pipe waited for, and at most a
     record read.
     """
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+    path = Path(folder, file_name(process))
     try:
-        descriptor = os.open(Path(folder, file_name(process)), flags)
+        with open_regular_file(path, os.O_NOFOLLOW) as file:
+            return _parse_record(file.read(RECORD_BYTES + 1))
     except OSError:
         return None
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            return None
-        return _parse_record(os.read(descriptor, RECORD_BYTES + 1))
-    except OSError:
-        return None
-    finally:
-        os.close(descriptor)
 
 
 def _parse_record(record: bytes) -> Progress | None:
