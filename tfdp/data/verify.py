@@ -14,6 +14,7 @@ from typing import NoReturn, TypeVar
 
 import tensorflow as tf
 
+from tfdp.checks import check_one_of
 from tfdp.data.encoding import decode_examples
 from tfdp.data.features import FeatureSpec
 from tfdp.data.framing import FramingFault, digest_of_ends, scan_records
@@ -238,10 +239,7 @@ def index_tfrecords(
 
     Cost: reads every file twice, to count its records and to parse each one.
     """
-    if compression not in COMPRESSIONS:
-        raise ConfigurationError(
-            f"compression must be one of {COMPRESSIONS}. Received: {compression!r}."
-        )
+    check_one_of("compression", compression, COMPRESSIONS)
     if not features:
         raise ConfigurationError("features is empty; name at least one feature")
     for feature, spec in features.items():

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import use_virtual_devices
-from tfdp.checks import is_whole
+from tfdp.checks import check_whole
 from tfdp.cluster.machine import usable_cores
 from tfdp.errors import ConfigurationError, DeviceError
 from tfdp.plan.communication import Communication
@@ -43,10 +43,7 @@ class Planner:
         any_rows: bool = False,
     ):
         for name, value in (("replicas", replicas), ("hosts", hosts)):
-            if not is_whole(value, least=1):
-                raise ConfigurationError(
-                    f"{name} must be an integer of at least 1. Received: {value!r}."
-                )
+            check_whole(name, value, least=1)
         self.sharding = sharding_of(shard)
         self.replicas = replicas * hosts
         self.hosts = hosts
@@ -90,11 +87,8 @@ class Planner:
         memory_bytes: int | None = None,
     ) -> MemoryPlan:
         """The plan for `local_rows` a replica; `shard` overrides the planner's own."""
-        if memory_bytes is not None and not is_whole(memory_bytes, least=1):
-            raise ConfigurationError(
-                "memory_bytes must be an integer of at least 1. Received: "
-                f"{memory_bytes!r}."
-            )
+        if memory_bytes is not None:
+            check_whole("memory_bytes", memory_bytes, least=1)
         sharding = self._sharding_of(shard)
         counts = self._traced_counts(sharding)
         found = [self._measured(n, local_rows, sharding, remat) for n in counts]

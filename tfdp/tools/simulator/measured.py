@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from tfdp.checks import check_one_of
 from tfdp.errors import ConfigurationError, DataError
 from tfdp.files.atomic import replaced
 from tfdp.files.checked_json import checksum_of, parse_json, with_checksum
@@ -86,19 +87,12 @@ class MeasuredMachine:
         positive("MeasuredMachine", "row_bytes_per_second", rate)
         at_least_zero("MeasuredMachine", "load", self.load)
         for name, rate in self.coding.items():
-            if name not in KNOWN_WAYS:
-                raise ConfigurationError(
-                    f"MeasuredMachine: coding must be of {', '.join(KNOWN_WAYS)}. "
-                    f"Received: {name!r}."
-                )
+            check_one_of("MeasuredMachine: coding", name, KNOWN_WAYS)
             positive("MeasuredMachine", f"coding of {name}", rate)
 
     def lossy(self, name: str) -> Lossy:
         """A compression coded by one core of this host."""
-        if name not in KNOWN_WAYS:
-            raise ConfigurationError(
-                f"lossy must be one of {', '.join(KNOWN_WAYS)}. Received: {name!r}."
-            )
+        check_one_of("lossy", name, KNOWN_WAYS)
         way = KNOWN_WAYS[name]
         rate = self.coding.get(name, way.bytes_per_second)
         share = 1 / self.cores

@@ -14,6 +14,7 @@ import heapq
 import math
 from collections.abc import Sequence
 
+from tfdp.checks import check_one_of
 from tfdp.errors import ConfigurationError
 from tfdp.plan.buckets import Bucket
 from tfdp.plan.topology import Topology
@@ -93,11 +94,7 @@ class Training:
         for replicas, factor in self.sharing:
             whole("Training", "sharing's number of replicas", replicas)
             positive("Training", "sharing's factor", factor)
-        if self.algorithm not in ALGORITHMS:
-            raise ConfigurationError(
-                f"algorithm must be one of {', '.join(ALGORITHMS)}. Received: "
-                f"{self.algorithm!r}."
-            )
+        check_one_of("algorithm", self.algorithm, ALGORITHMS)
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:

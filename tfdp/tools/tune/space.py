@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tfdp.checks import check_one_of
 from tfdp.errors import ConfigurationError
 from tfdp.plan.buckets import Bucket
 from tfdp.plan.communication import MIB, Communication
@@ -112,10 +113,8 @@ class Setting:
             raise ConfigurationError(f"no setting: {error}") from None
         if isinstance(found.hierarchy, list):
             found = dataclasses.replace(found, hierarchy=tuple(found.hierarchy))
-        if found.lossy is not None and found.lossy not in LOSSY:
-            raise ConfigurationError(
-                f"lossy must be one of {', '.join(LOSSY)}. Received: {found.lossy!r}."
-            )
+        if found.lossy is not None:
+            check_one_of("lossy", found.lossy, LOSSY)
         return found
 
 
