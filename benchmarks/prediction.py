@@ -32,7 +32,6 @@ from tfdp.tools.measuring.machine import (
     WITHIN,
     link_of,
     measure_link,
-    profile_from,
     sums_for_link,
 )
 from tfdp.tools.measuring.one_core import measure_rows
@@ -40,7 +39,7 @@ from tfdp.tools.measuring.places import Place, measure_place
 from tfdp.tools.simulator.known import MODELS as KNOWN_MODELS
 from tfdp.tools.simulator.machine import Link
 from tfdp.tools.simulator.measured import MeasuredMachine, MeasuredModel
-from tfdp.tools.simulator.model import Compute
+from tfdp.tools.simulator.model import Compute, ModelProfile
 from tfdp.tools.simulator.step import Training, predict_step, simulate_exchange
 
 MODELS = ("cnn-1m", "mlp-20m", "resnet20", "transformer-1m", "words-13m")
@@ -180,7 +179,7 @@ class _Runner:
         request = place.request(case, model, self._repeats, self._quick)
         wanted = [(place.without_sums, request), (place.arm, request)]
         alone, with_sums = self._measure(machine, wanted)
-        profile = profile_from(model, alone)
+        profile = ModelProfile.from_plain(model, alone.facts["profile"])
         samples = alone.facts["profile"]["local_batch"]
 
         def predicted(seconds: float) -> float:

@@ -8,7 +8,8 @@ import pytest
 
 from tfdp.errors import DeviceError
 from tfdp.tools.bench import worker_process
-from tfdp.tools.bench.worker_process import WorkerFailed, run_worker
+from tfdp.tools.bench.python_process import ProcessFailed
+from tfdp.tools.bench.worker_process import run_worker
 from tfdp.tools.commands import cli
 from tfdp.tools.selftest import command
 from tfdp.tools.selftest.parts import parts_for
@@ -94,7 +95,7 @@ def test_all_is_right(asked, tmp_path, capsys):
     "found, word",
     [
         ({"state": "WRONG", "said": "a sum is off"}, "a sum is off"),
-        (WorkerFailed("no result within 300 s"), "no result within 300 s"),
+        (ProcessFailed("no result within 300 s", [], True), "no result within 300 s"),
     ],
 )
 def test_one_that_is_not_right_does_not_stop_the_others(
@@ -202,7 +203,7 @@ def test_a_worker_answers(tmp_path, monkeypatch):
 )
 def test_a_worker_that_leaves_no_result(tmp_path, monkeypatch, source, seconds, word):
     name = worker(tmp_path, monkeypatch, source)
-    with pytest.raises(WorkerFailed, match=word):
+    with pytest.raises(ProcessFailed, match=word):
         run_worker(name, {}, seconds)
 
 

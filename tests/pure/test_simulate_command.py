@@ -112,7 +112,7 @@ def test_lists(option, capsys):
 def test_what_cannot_act_is_refused(arguments, said, capsys):
     assert cli.main(["simulate", *arguments]) == 1
     refused = capsys.readouterr()
-    assert said in refused.err and refused.err.startswith("tfdp: ")
+    assert said in refused.err and refused.err.startswith("tfdp simulate: ")
     assert refused.out == ""
 
 

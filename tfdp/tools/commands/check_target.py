@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-from tfdp.errors import ConfigurationError
+from tfdp.errors import ConfigurationError, TfdpError
 from tfdp.strategies.unused import note_used
 
 FORMS = (
@@ -69,6 +69,23 @@ def training_a_target() -> Iterator[None]:
     except SystemExit:
         traceback.print_exc()
         sys.exit(ENDED_ITSELF)
+
+
+@contextlib.contextmanager
+def errors_of_target(failure: str) -> Iterator[None]:
+    """Around the target's own code: prints its traceback, and raises `failure`.
+
+    Raises:
+      ConfigurationError: the code raised an error, or called `sys.exit`.
+    """
+    try:
+        yield
+    except TfdpError:
+        raise
+    except (Exception, SystemExit) as error:
+        traceback.print_exc()
+        is_exit = isinstance(error, SystemExit)
+        raise ConfigurationError(ENDED_ITSELF if is_exit else failure) from None
 
 
 def parse_target(text: str) -> Target:

@@ -179,7 +179,7 @@ def _lossy(options: argparse.Namespace) -> Lossy | None:
         # A GPU compresses while it computes, which slows down the computing.
         way = KNOWN_WAYS[options.lossy]
     if rate is not None:
-        positive("tfdp simulate", "--coding-bytes-per-second", rate)
+        positive("", "--coding-bytes-per-second", rate)
         way = dataclasses.replace(way, bytes_per_second=rate, keeps=False)
     return way
 
@@ -196,14 +196,14 @@ def _known_training(options: argparse.Namespace) -> Training:
             machine, devices_per_host=options.devices_per_host
         )
     samples = DEFAULT_BATCH if options.batch is None else options.batch
-    whole("tfdp simulate", "--batch", samples)
+    whole("", "--batch", samples)
     if options.samples_per_second is not None:
         if options.flops_per_second is not None:
             raise ConfigurationError(
                 "--samples-per-second and --flops-per-second both set how fast a "
                 "device is: leave one out."
             )
-        positive("tfdp simulate", "--samples-per-second", options.samples_per_second)
+        positive("", "--samples-per-second", options.samples_per_second)
         seconds = samples / options.samples_per_second
         return Training(model, Compute.from_seconds(seconds, samples), machine)
     flops_per_second = options.flops_per_second

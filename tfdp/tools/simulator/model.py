@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from tfdp.errors import ConfigurationError
 from tfdp.plan.buckets import Bucket, TensorInfo, plan_buckets
@@ -70,6 +72,12 @@ class ModelProfile:
                 "to exchange. Unfreeze what is to be trained."
             )
         whole("ModelProfile", "gradients", len(self.gradients), 1, MOST_GRADIENTS)
+
+    @classmethod
+    def from_plain(cls, name: str, plain: Mapping[str, Any]) -> ModelProfile:
+        """From what `tfdp.tools.planning.keras_profile.profile_of` returned."""
+        gradients = tuple(Gradient(*each) for each in plain["gradients"])
+        return cls(name, gradients, plain["forward_flops_per_sample"])
 
     @property
     def gradient_bytes(self) -> int:

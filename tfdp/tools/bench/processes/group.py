@@ -34,6 +34,20 @@ POLL_SECONDS = 0.2
 GLOO_CARD = "GLOO_SOCKET_IFNAME"
 
 
+@dataclasses.dataclass
+class Figures:
+    """Of one arm, by repeat: seconds of a call, and processor seconds of all processes.
+
+    `facts`: what process 0 reported when it was ready; `sent_bytes`: of a call, by a
+    host, where there is a network.
+    """
+
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    processor_seconds: list[float] = dataclasses.field(default_factory=list)
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    sent_bytes: list[float] = dataclasses.field(default_factory=list)
+
+
 class Group:
     """The processes of `arm`, on `hosts` or here; `close` ends them.
 
@@ -67,11 +81,12 @@ class Group:
         self._request = request
         self._is_closed = self._has_failed = False
         self._job_key = make_job_key()
-        #: Per call of the last turn, all threads of all workers together.
-        self.processor_seconds = 0.0
+        #: What each worker reported when it was ready, by rank.
+        self.answers: list[dict[str, Any]] = []
+        self.figures = Figures()
 
-    def start(self) -> list[dict[str, Any]]:
-        """What each worker reports when ready, by rank; CollectiveError if one ends."""
+    def start(self) -> None:
+        """Waits until all workers are ready; CollectiveError if one ends."""
         start = time.monotonic()
         for number, (command, environment) in enumerate(self._commands()):
             with self._output_path(number).open("wb") as output:
@@ -88,14 +103,24 @@ class Group:
         while len(self._connections) < self.workers:
             self._accept(start)
         self._left_seconds -= time.monotonic() - start
-        return self._receive_all()
+        self.answers = self._receive_all()
+        self.figures.facts = self.answers[0]["facts"]
 
-    def turn(self) -> float:
-        """Seconds per call of the slowest worker; CollectiveError as `start`."""
+    def turn(self) -> None:
+        """Takes the figures of one repeat; CollectiveError as `start`.
+
+        Seconds are those of the slowest worker.
+        """
+        before = self._sent_bytes()
         self._send_to_all(self._calls)
         answers = self._receive_all()
-        self.processor_seconds = sum(answer["processor_seconds"] for answer in answers)
-        return max(answer["seconds"] for answer in answers)
+        busy = sum(answer["processor_seconds"] for answer in answers)
+        self.figures.seconds.append(max(answer["seconds"] for answer in answers))
+        self.figures.processor_seconds.append(busy)
+        if self._network is not None:
+            # One untimed call more; see `time_in_turn`.
+            share = (self._sent_bytes() - before) / (self._calls + 1)
+            self.figures.sent_bytes.append(share)
 
     def close(self) -> None:
         """Ends all processes, by force if necessary."""
@@ -115,6 +140,12 @@ class Group:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         self._folder.cleanup()
+
+    def _sent_bytes(self) -> float:
+        """Bytes a host has sent so far, the mean of both."""
+        if self._network is None:
+            return 0.0
+        return sum(self._network.sent_bytes(host) for host in (0, 1)) / 2
 
     def _commands(self) -> list[tuple[list[str], dict[str, str]]]:
         hosts = [
