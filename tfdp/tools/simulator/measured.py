@@ -12,7 +12,6 @@ from tfdp.checks import check_one_of
 from tfdp.errors import ConfigurationError, DataError
 from tfdp.files.atomic import replaced
 from tfdp.files.checked_json import checksum_of, parse_json, with_checksum
-from tfdp.plan.topology import Topology
 from tfdp.tools.simulator.lossy import KNOWN_WAYS, Lossy
 from tfdp.tools.simulator.machine import Link, Machine, at_least_zero, positive, whole
 from tfdp.tools.simulator.model import Compute, Gradient, ModelProfile
@@ -125,33 +124,6 @@ class MeasuredMachine:
             row_bytes_per_second=self.row_bytes_per_second,
         )
 
-    def machine_here(self, topology: Topology) -> Machine:
-        """Several processes on this one machine, which share its cores.
-
-        Sums within a process were measured with all cores, each replica using one. Of
-        several processes each has one core, or its share of fewer, as in `tfdp bench`.
-        `topology`: `hosts` processes of `devices_per_host` replicas.
-        """
-        here = self.machine(topology.devices_per_host)
-        if topology.hosts == 1:
-            return here
-        measured = here.within_host
-        mine = min(1.0, self.cores / topology.hosts)
-        # Processor time underestimates where cores wait for memory, which all processes
-        # of the machine share.
-        wanted = max(
-            measured.compute_share * self.cores,
-            float(min(topology.devices_per_host, self.cores)),
-        )
-        within = dataclasses.replace(
-            measured,
-            # With fewer cores than it used it is slower and leaves none. The cost per
-            # tensor is waiting, and stays.
-            bytes_per_second=measured.bytes_per_second / max(wanted / mine, 1.0),
-            compute_share=min(wanted / mine, 1.0),
-        )
-        return dataclasses.replace(here, within_host=within)
-
     def training(self, model_name: str, devices_per_host: int) -> Training:
         """Training of a measured model on separate hosts like this one."""
         model = self.model(model_name)
@@ -168,28 +140,6 @@ class MeasuredMachine:
             self.machine(devices_per_host),
             algorithm="sockets",
             sharing=sharing,
-        )
-
-    def training_here(self, model_name: str, topology: Topology) -> Training:
-        """Training of a measured model by several processes on this one machine.
-
-        `topology`: `hosts` processes of `devices_per_host` replicas.
-        """
-        model = self.model(model_name)
-        place = (topology.hosts, topology.devices_per_host)
-        if place not in model.step_seconds:
-            found = ", ".join(f"{p}x{r}" for p, r in sorted(model.step_seconds))
-            raise ConfigurationError(
-                f"{model_name!r} was not measured in {place[0]} processes of "
-                f"{place[1]} replicas; measured: {found}."
-            )
-        seconds = model.step_seconds[place]
-        alone = min(model.step_seconds[1, 1], seconds)
-        return dataclasses.replace(
-            self.training(model_name, topology.devices_per_host),
-            compute=Compute.from_seconds(alone, model.samples),
-            machine=self.machine_here(topology),
-            sharing=((topology.devices_per_host, seconds / alone),),
         )
 
 
