@@ -17,19 +17,18 @@ from tfdp.tools.commands import check_target
 
 HOLDS, FAILS, FAILED = 0, 1, 2
 STRATEGIES = ("tfdp", "mirrored")
-EPILOG = check_target.wrapped(
-    f"TARGET is {check_target.FORMS}.",
-    f"A function returns {check_target.RETURNS}.",
-    "Exit status: 0 the check holds, or holds except for batch normalization per "
-    "replica, which is by design; 1 it fails; 2 nothing was checked, the check is "
-    "inconclusive, or the report could not be written.",
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `tfdp check`."""
-    parser.epilog = EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    check_target.end_help(
+        parser,
+        f"TARGET is {check_target.FORMS}.",
+        f"A function returns {check_target.RETURNS}.",
+        "Exit status: 0 the check holds, or holds except for batch normalization per "
+        "replica, which is by design; 1 it fails; 2 nothing was checked, the check is "
+        "inconclusive, or the report could not be written.",
+    )
     add, count = parser.add_argument, integer_from(1)
     add("target", metavar="TARGET", help="what to check; see below")
     add(

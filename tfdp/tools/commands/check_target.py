@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import importlib
@@ -34,9 +35,10 @@ MODULE_NAME = "tfdp_check_target"
 OPTIONAL_KEYS = ("steps", "batch_size", "seed", "random_layers")
 
 
-def wrapped(*texts: str) -> str:
-    """Texts for the end of a command's help, wrapped."""
-    return "\n".join(textwrap.fill(text, 80) for text in texts)
+def end_help(parser: argparse.ArgumentParser, *texts: str) -> None:
+    """Sets the end of a command's help, each text wrapped."""
+    parser.epilog = "\n".join(textwrap.fill(text, 80) for text in texts)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
 
 
 @dataclasses.dataclass(frozen=True)

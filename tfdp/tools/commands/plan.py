@@ -15,23 +15,22 @@ from tfdp.files.asked_for import check_output_paths, write_json_for, write_text_
 from tfdp.plan.shards import SHARD_STAGES, Sharding
 from tfdp.progress_bar import progress_bar
 from tfdp.strategies.quiet import NOT_NEEDED_FOR_A_STEP, import_tensorflow_quietly
-from tfdp.tools.commands.check_target import errors_of_target, wrapped
+from tfdp.tools.commands.check_target import end_help, errors_of_target
 from tfdp.tools.commands.plan_model import FORMS, bytes_of, load_model
 
 FITS, DOES_NOT_FIT, FAILED = 0, 1, 2
-EPILOG = wrapped(
-    f"MODEL is {FORMS}.",
-    "Exit status: 0 it fits, or no memory was given; 1 it does not; 2 nothing was "
-    "planned, or a file could not be written.",
-)
 # Those of `tfdp.remat`, whose import would load TensorFlow.
 POLICIES = ("each", "segments", "whole")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `tfdp plan`."""
-    parser.epilog = EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    end_help(
+        parser,
+        f"MODEL is {FORMS}.",
+        "Exit status: 0 it fits, or no memory was given; 1 it does not; 2 nothing was "
+        "planned, or a file could not be written.",
+    )
     add = parser.add_argument
     count = partial(parser.add_argument, type=integer_from(1))
     add("model", metavar="MODEL", help="what to plan; see below")

@@ -19,7 +19,7 @@ from tfdp.errors import ConfigurationError
 from tfdp.files.asked_for import check_output_paths, write_json_for, write_text_for
 from tfdp.launch.local import own_gpus
 from tfdp.tools.bench.python_process import ended_together
-from tfdp.tools.commands.check_target import parse_target, wrapped
+from tfdp.tools.commands.check_target import end_help, parse_target
 from tfdp.tools.commands.plan_model import FORMS, bytes_of
 from tfdp.tools.commands.tune_processes import Trials
 from tfdp.tools.commands.tune_run import Finished, TuneRun
@@ -30,18 +30,17 @@ from tfdp.tools.tune.tuning import Trial
 from tfdp.tools.tune.words import changes_in_words
 
 FAILED = 2
-EPILOG = wrapped(
-    f"TARGET is {FORMS}.",
-    "Exit status: 0 tuned, perhaps with the defaults as the result; 2 nothing was "
-    "tuned, or a file could not be written.",
-)
 DEFAULTS = {"trials": 12, "minutes": 15.0, "steps": 20, "rounds": 3, "finalists": 2}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `tfdp tune`."""
-    parser.epilog = EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    end_help(
+        parser,
+        f"TARGET is {FORMS}.",
+        "Exit status: 0 tuned, perhaps with the defaults as the result; 2 nothing was "
+        "tuned, or a file could not be written.",
+    )
     add = parser.add_argument
     count = partial(parser.add_argument, type=integer_from(1))
     add("target", metavar="TARGET", help="what to train; see below")

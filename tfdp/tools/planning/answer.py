@@ -11,6 +11,7 @@ from tfdp.tools.planning.memory_plan import MemoryPlan
 from tfdp.tools.planning.ways import Way
 from tfdp.tools.report.charts import LIMIT_COLOUR, PART_BARS_STYLE, part_bars
 from tfdp.tools.report.html_page import TABLE_STYLE, html_page, html_table, legend
+from tfdp.tools.report.text import format_table
 
 WAY_TITLES = ("setting", "peak", "fits", "more FLOPs", "sent in a step")
 
@@ -91,26 +92,15 @@ class Answer:
         return [*rows, *(("not known", note) for note in notes)]
 
     def print(self) -> None:
-        from rich.console import Console
-        from rich.table import Table
-
-        console = Console()
-        console.print(self.sentence, soft_wrap=True, highlight=False)
-        for titles, rows in (
-            (("part", "bytes", "share"), self.part_rows()),
-            (("besides", ""), self.fact_rows()),
-            (WAY_TITLES, self.way_rows()),
+        print(self.sentence)
+        for titles, rows, left in (
+            (("part", "bytes", "share"), self.part_rows(), (0,)),
+            (("besides", ""), self.fact_rows(), (0, 1)),
+            (WAY_TITLES, self.way_rows(), (0,)),
         ):
-            if not rows:
-                continue
-            table = Table(box=None, pad_edge=False, header_style="bold")
-            for place, title in enumerate(titles):
-                is_text = place == 0 or titles[0] == "besides"
-                table.add_column(title, justify="left" if is_text else "right")
-            for row in rows:
-                table.add_row(*row)
-            console.print()
-            console.print(table)
+            if rows:
+                print()
+                print(format_table([titles, *rows], left))
 
     def to_json(self) -> dict[str, Any]:
         return {
