@@ -224,7 +224,7 @@ class _Runner:
             machine.link if place.processes > 1 else "none",
             0.0,
             tuple(figures.seconds),
-            (played.end_seconds,) * len(figures.seconds),
+            (played,) * len(figures.seconds),
         )
 
 

@@ -89,7 +89,7 @@ def _seconds(
     if place.all_replicas == 1:
         return compute * steps
     try:
-        last = simulate_exchange(training, place.topology).end_seconds
+        last = simulate_exchange(training, place.topology)
     except ConfigurationError:
         return compute * steps
     # With accumulation only the last step exchanges, except for sharded gradients.
