@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from tfdp.checks import integer_from
 from tfdp.errors import ConfigurationError
 from tfdp.files.asked_for import check_output_path, written_for
 from tfdp.tools.bench.processes.two_hosts import check_rate
@@ -33,12 +34,12 @@ from tfdp.tools.simulator.model import ModelProfile
 DEFAULT_MODELS = ("cnn-1m", "mlp-20m", "resnet20")
 QUICK_MODELS = ("mlp-tiny",)
 DEFAULT_BATCH = 32
-NOT_WRITTEN = 2
+FAILED = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `tfdp measure`."""
-    add, whole = parser.add_argument, partial(parser.add_argument, type=int)
+    add, whole = parser.add_argument, partial(parser.add_argument, type=integer_from(1))
     add("--output", required=True, metavar="FILE", help="the file to write")
     add(
         "--models",
@@ -67,21 +68,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures, writes and prints; returns the exit code: 2 if it cannot write."""
+    """Measures, writes and prints; returns the exit code."""
     path = pathlib.Path(options.output)
-    try:
-        check_output_path("--output", options.output)
-    except ConfigurationError as error:
-        print(f"tfdp measure: {error}", file=sys.stderr)
-        return NOT_WRITTEN
+    check_output_path("--output", options.output)
     if options.batch is not None and options.target is None:
         raise ConfigurationError("--batch acts only with --target.")
-    for name in ("repeats", "timeout_seconds", "batch"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ConfigurationError(
-                f"--{name.replace('_', '-')} must be at least 1. Received: {value}."
-            )
     if options.link != LOOPBACK:
         check_rate(options.link)
     wanted = {"1x1", *(options.places or map(str, PLACES))}
@@ -110,12 +101,8 @@ def run(options: argparse.Namespace) -> int:
         others=others,
     )
     print(format_machine(machine))
-    try:
-        with written_for("--output", path):
-            write_machine(machine, path)
-    except ConfigurationError as error:
-        print(f"tfdp measure: {error}", file=sys.stderr)
-        return NOT_WRITTEN
+    with written_for("--output", path):
+        write_machine(machine, path)
     print(f"wrote {path.absolute()}")
     return 0
 
