@@ -263,7 +263,7 @@ GPU += ["--samples-per-second", "219"]
     ],
 )
 def test_what_cannot_act_is_refused(more, message, capsys):
-    assert cli.main([*GPU, *more]) == 1
+    assert cli.main([*GPU, *more]) == 2
     assert message in capsys.readouterr().err
 
 

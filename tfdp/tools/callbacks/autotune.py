@@ -7,7 +7,7 @@ import math
 import statistics
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import keras
 
@@ -370,7 +370,7 @@ def chosen_pairs(
     else:
         pairs = [(b, f) for b in BUCKET_BYTES for f in FIRST_BUCKET_BYTES]
         candidates = [*space.settings, *(Setting(*pair) for pair in pairs)]
-    facts = TrialFacts(cast(ModelProfile, space.model), step_seconds, between)
+    facts = TrialFacts(space.model, step_seconds, between)
     tried: set[tuple[Bucket, ...]] = {space.buckets(own)}
     found: list[Setting] = []
     for setting in sorted(
