@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from tfdp.cluster.addresses import LOOPBACK, free_port
@@ -23,8 +22,7 @@ from tfdp.errors import CollectiveError
 from tfdp.launch.environment import cluster_variables, local_environment
 from tfdp.launch.handover import mpi_command
 from tfdp.launch.program import Program
-from tfdp.tools.bench.processes.arms import GROUP_ARMS, GroupArm, find_mpiexec
-from tfdp.tools.bench.processes.member import Orders
+from tfdp.tools.bench.processes.arms import GROUP_ARMS, find_mpiexec
 from tfdp.tools.bench.processes.two_hosts import ADDRESSES, TwoHosts
 from tfdp.tools.bench.request import Request
 
@@ -60,13 +58,12 @@ class Group:
         arm: str,
         budget_seconds: float,
         hosts: TwoHosts | None = None,
-        arms: Mapping[str, GroupArm] = GROUP_ARMS,
     ):
         self.arm = arm
         self._calls = request.calls
         self._budget_seconds = self._left_seconds = budget_seconds
         replicas = request.workers * request.devices
-        row = self._row = arms[arm]
+        row = self._row = GROUP_ARMS[arm]
         self.workers = replicas if row.is_flat else request.workers
         if row.start == "single":
             self.workers = 1
@@ -152,23 +149,24 @@ class Group:
             ADDRESSES[self._host_of(rank)] if self._network else LOOPBACK
             for rank in range(self.workers)
         ]
-        addresses = tuple(f"{host}:{free_port()}" for host in hosts)
+        addresses = [f"{host}:{free_port()}" for host in hosts]
         cores = sorted(os.sched_getaffinity(0))
         has_core_each = len(cores) >= self._request.workers
-        orders = Orders(
-            request=dataclasses.asdict(self._request),
-            arm=self.arm,
-            workers=self.workers,
-            devices_per_worker=self._devices_per_worker,
-            cores=tuple(cores[self._host_of(rank)] for rank in range(self.workers))
-            if has_core_each and not self._row.may_move
-            else (),
-            addresses=addresses,
-            control_path=f"{self._folder.name}/control",
-            timeout_seconds=self._budget_seconds,
-        )
-        words = (json.dumps(dataclasses.asdict(orders)),)
-        program = Program(self._row.member, words, is_module=True)
+        is_pinned = has_core_each and not self._row.may_move
+        ranks = range(self.workers) if is_pinned else ()
+        orders = {
+            "request": dataclasses.asdict(self._request),
+            "arm": self.arm,
+            "place": {
+                "workers": self.workers,
+                "addresses": addresses,
+                "devices_per_worker": self._devices_per_worker,
+                "timeout_seconds": self._budget_seconds,
+            },
+            "cores": [cores[self._host_of(rank)] for rank in ranks],
+            "control_path": f"{self._folder.name}/control",
+        }
+        program = Program(self._row.member, (json.dumps(orders),), is_module=True)
         if self._row.start == "mpi":
             _, *rest = mpi_command(
                 program,

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from tfdp.errors import CollectiveError
 from tfdp.tools.bench.one_process.interleave import turns
-from tfdp.tools.bench.processes.arms import GROUP_ARMS, GroupArm
+from tfdp.tools.bench.processes.arms import GROUP_ARMS
 from tfdp.tools.bench.processes.group import Group
 from tfdp.tools.bench.processes.two_hosts import TwoHosts
 from tfdp.tools.bench.request import Request
@@ -23,7 +23,6 @@ def measure_groups(
     timeout_seconds: float,
     *,
     hosts: TwoHosts | None = None,
-    arms: Mapping[str, GroupArm] = GROUP_ARMS,
 ) -> tuple[CaseResult | None, dict[str, str]]:
     """Runs every arm of a case in its own processes, `hosts` or here.
 
@@ -34,14 +33,14 @@ def measure_groups(
         arm: f"{arm}: {reason}"
         for arm in request.arm_names
         if (
-            reason := arms[arm].why_left_out(
-                1 if arms[arm].is_flat else request.devices
+            reason := GROUP_ARMS[arm].why_left_out(
+                1 if GROUP_ARMS[arm].is_flat else request.devices
             )
         )
     }
     names = [arm for arm in request.arm_names if arm not in left_out]
     load_before = os.getloadavg()[0]
-    groups, failed = _take_turns(request, names, timeout_seconds, hosts, arms)
+    groups, failed = _take_turns(request, names, timeout_seconds, hosts)
     measured = [arm for arm in names if arm not in failed]
     if not measured:
         return None, failed
@@ -57,20 +56,21 @@ def measure_groups(
             "one_core_each": len(os.sched_getaffinity(0)) >= request.workers,
             "load_before_and_after": [load_before, os.getloadavg()[0]],
         },
-        arms={arm: _result_of(groups[arm], arms[arm]) for arm in measured},
+        arms={arm: _result_of(groups[arm]) for arm in measured},
         left_out=left_out,
     )
     return result, failed
 
 
-def _result_of(group: Group, row: GroupArm) -> ArmResult:
+def _result_of(group: Group) -> ArmResult:
     found = group.figures
     sent = {"sent_bytes_per_call": found.sent_bytes} if found.sent_bytes else {}
     workers = [answer["facts"] for answer in group.answers]
+    one_process = GROUP_ARMS[group.arm].one_process
     return ArmResult(
         tuple(found.seconds),
         group.answers[0]["items_per_call"],
-        {"workers": workers, "one_process": row.one_process, **sent},
+        {"workers": workers, "one_process": one_process, **sent},
     )
 
 
@@ -79,14 +79,13 @@ def _take_turns(
     names: Sequence[str],
     timeout_seconds: float,
     hosts: TwoHosts | None,
-    arms: Mapping[str, GroupArm],
 ) -> tuple[dict[str, Group], dict[str, str]]:
     """Starts the processes of all arms, and gives each its turns; why arms failed."""
     groups: dict[str, Group] = {}
     failed: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
         for arm in names:
-            group = Group(request, arm, timeout_seconds / len(names), hosts, arms)
+            group = Group(request, arm, timeout_seconds / len(names), hosts)
             stack.callback(group.close)
             groups[arm] = group
             try:
