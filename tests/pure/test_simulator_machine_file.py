@@ -157,7 +157,7 @@ def set_at(*place, value):
         set_at("models", value={}),
         set_at("models", value=[3]),
         set_at("models", 0, "gradients", value=[]),
-        set_at("models", 0, "gradients", value=[[1, 2]]),
+        set_at("models", 0, "gradients", value=[[1]]),
         set_at("models", 0, "gradients", value=[[-1, 2, "float32"]]),
         set_at("models", 0, "gradients", value=[[1, 2, None]]),
         set_at("models", 0, "gradients", value=3),

@@ -14,7 +14,7 @@ from tfdp.files.atomic import replaced
 from tfdp.files.checked_json import checksum_of, parse_json, with_checksum
 from tfdp.tools.simulator.lossy import KNOWN_WAYS, Lossy
 from tfdp.tools.simulator.machine import Link, Machine, at_least_zero, positive, whole
-from tfdp.tools.simulator.model import Compute, Gradient, ModelProfile
+from tfdp.tools.simulator.model import Compute, ModelProfile
 from tfdp.tools.simulator.step import Training
 
 MOST_PLACES = 4096
@@ -202,7 +202,7 @@ def read_machine(path: str | os.PathLike[str]) -> MeasuredMachine:
         if content.get("checksum") != checksum_of(content):
             raise ValueError("it was changed or damaged: its checksum differs")
         return _machine_of(content)
-    except (ValueError, TypeError, KeyError, OverflowError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
         reason = f"{error}" if isinstance(error, ValueError) else f"{error!r}"
         raise DataError(
             f"{path}: {reason[:300].rstrip('.')}. Measure again: `tfdp measure "
@@ -211,7 +211,9 @@ def read_machine(path: str | os.PathLike[str]) -> MeasuredMachine:
 
 
 def _machine_of(content: dict[str, Any]) -> MeasuredMachine:
-    models = [_model_of(each) for each in _list(content["models"], "models")]
+    if not isinstance(content["models"], list):
+        raise ConfigurationError("models must be a list")
+    models = [_model_of(each) for each in content["models"]]
     return MeasuredMachine(
         name=_text(content["name"], "name"),
         cores=content["cores"],
@@ -222,11 +224,11 @@ def _machine_of(content: dict[str, Any]) -> MeasuredMachine:
         load=content["load"],
         measured=_text(content["measured"], "measured"),
         # Optional in older files.
-        coding=_object(content.get("coding", {}), "coding"),
+        coding=content.get("coding", {}),
         row_bytes_per_second=content.get("row_bytes_per_second", ROW_BYTES_PER_SECOND),
         within_host_of={
             replicas: _link_of(link)
-            for replicas, link in _list(content.get("within_host_of", []), "links")
+            for replicas, link in content.get("within_host_of", [])
         },
     )
 
@@ -257,32 +259,10 @@ def _model_content(model: MeasuredModel) -> dict[str, Any]:
 
 
 def _model_of(content: Any) -> MeasuredModel:
-    if not isinstance(content, dict):
-        raise ConfigurationError("a model must be an object")
-    gradients = []
-    for each in _list(content["gradients"], "gradients"):
-        size_bytes, work, dtype, *rows = _list(each, "a gradient")
-        gradients.append(Gradient(size_bytes, work, _text(dtype, "dtype"), *rows))
-    steps = _list(content["step_seconds"], "step_seconds")
+    steps = content["step_seconds"]
     seconds = {(processes, replicas): step for processes, replicas, step in steps}
-    profile = ModelProfile(
-        _text(content["name"], "a model's name"),
-        tuple(gradients),
-        content["forward_flops_per_sample"],
-    )
+    profile = ModelProfile.from_plain(_text(content["name"], "a model's name"), content)
     return MeasuredModel(profile, content["samples"], seconds)
-
-
-def _list(value: Any, name: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise ConfigurationError(f"{name} must be a list")
-    return value
-
-
-def _object(value: Any, name: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ConfigurationError(f"{name} must be an object")
-    return value
 
 
 def _text(value: Any, name: str) -> str:

@@ -42,11 +42,12 @@ class Gradient:
         least = self.row_bytes if self.unadded_bytes else 0
         whole("Gradient", "unadded_bytes", self.unadded_bytes, least=least)
         at_least_zero("Gradient", "work", self.work)
-        if not isinstance(self.adds_rows, bool):
-            raise ConfigurationError(
-                f"Gradient: adds_rows must be True or False. Received: "
-                f"{self.adds_rows!r}."
-            )
+        for name, kind in (("dtype", str), ("adds_rows", bool)):
+            if not isinstance(getattr(self, name), kind):
+                raise ConfigurationError(
+                    f"Gradient: {name} must be a {kind.__name__}. Received: "
+                    f"{getattr(self, name)!r:.80}."
+                )
 
 
 @dataclasses.dataclass(frozen=True)
