@@ -17,10 +17,11 @@ from tfdp.strategies.devices import find_devices
 from tfdp.strategies.in_words import without_fit_message
 from tfdp.tools.testing.batches import collect_batches, row_count
 from tfdp.tools.testing.changes import CHANGES
-from tfdp.tools.testing.comparison import Setting, compare
+from tfdp.tools.testing.comparison import compare
 from tfdp.tools.testing.crashes import describe_error
 from tfdp.tools.testing.diagnosis import diagnose as find_causes
 from tfdp.tools.testing.report import Finding, ParityReport
+from tfdp.tools.testing.trainee import Setting
 
 RANDOM_LAYERS = ("off", "keep")
 COARSE = (
