@@ -28,7 +28,8 @@ from benchmarks.shared import (
     write_report,
 )
 from tfdp.cluster.machine import forget_peak, resident_and_peak_bytes
-from tfdp.tools.bench.worker_process import WorkerFailed, run_worker
+from tfdp.tools.bench.python_process import ProcessFailed
+from tfdp.tools.bench.worker_process import run_worker
 
 if TYPE_CHECKING:
     import keras
@@ -286,7 +287,7 @@ def run(options: argparse.Namespace) -> int:
         for request in requests:
             try:
                 found[request].append(_measure(request, options.timeout_seconds))
-            except WorkerFailed as error:
+            except ProcessFailed as error:
                 failed = 1
                 why = error.in_a_line
                 print(f"{request.model}, {request.devices}: {why}", file=sys.stderr)

@@ -22,7 +22,8 @@ from benchmarks.shared import (
 )
 from tfdp.cluster.machine import forget_peak, peak_bytes, resident_bytes
 from tfdp.plan.shards import SHARD_STAGES
-from tfdp.tools.bench.worker_process import WorkerFailed, run_worker
+from tfdp.tools.bench.python_process import ProcessFailed
+from tfdp.tools.bench.worker_process import run_worker
 
 # 12 layers of 2,896 x 2,896: 100.6 million weights.
 LAYERS, WIDTH = 12, 2896
@@ -208,7 +209,7 @@ def run(options: argparse.Namespace) -> int:
             try:
                 graph = _graph_bytes(request, options.timeout_seconds)
                 found = _measure(request, options.timeout_seconds)
-            except WorkerFailed as error:
+            except ProcessFailed as error:
                 failed = 1
                 why = error.in_a_line
                 print(f"{number:>2} {name:>11} failed: {why}", file=sys.stderr)

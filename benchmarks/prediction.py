@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.shared import Load, make_parser, run_script, write_report
 from tfdp.cluster.machine import usable_cores
-from tfdp.errors import CollectiveError, DeviceError
+from tfdp.errors import CollectiveError, ConfigurationError, DeviceError
 from tfdp.plan.topology import Topology
 from tfdp.tools.bench.processes.two_hosts import two_hosts
 from tfdp.tools.bench.results import spread
@@ -32,15 +32,14 @@ from tfdp.tools.measuring.machine import (
     WITHIN,
     link_of,
     measure_link,
-    profile_from,
     sums_for_link,
 )
 from tfdp.tools.measuring.one_core import measure_rows
 from tfdp.tools.measuring.places import Place, measure_place
 from tfdp.tools.simulator.known import MODELS as KNOWN_MODELS
-from tfdp.tools.simulator.machine import Link
+from tfdp.tools.simulator.machine import Link, Machine
 from tfdp.tools.simulator.measured import MeasuredMachine, MeasuredModel
-from tfdp.tools.simulator.model import Compute
+from tfdp.tools.simulator.model import Compute, ModelProfile
 from tfdp.tools.simulator.step import Training, predict_step, simulate_exchange
 
 MODELS = ("cnn-1m", "mlp-20m", "resnet20", "transformer-1m", "words-13m")
@@ -180,7 +179,7 @@ class _Runner:
         request = place.request(case, model, self._repeats, self._quick)
         wanted = [(place.without_sums, request), (place.arm, request)]
         alone, with_sums = self._measure(machine, wanted)
-        profile = profile_from(model, alone)
+        profile = ModelProfile.from_plain(model, alone.facts["profile"])
         samples = alone.facts["profile"]["local_batch"]
 
         def predicted(seconds: float) -> float:
@@ -188,7 +187,7 @@ class _Runner:
             found = MeasuredModel(profile, samples, steps)
             here = dataclasses.replace(machine, models={model: found})
             topology = Topology(place.processes, place.replicas)
-            training = here.training_here(model, topology)
+            training = training_here(here, model, topology)
             return predict_step(training, topology.num_replicas).step_seconds
 
         return Row(
@@ -215,7 +214,7 @@ class _Runner:
         training = Training(
             KNOWN_MODELS[SUM_SUBJECT](),
             Compute(1e-9, 1e-9),
-            machine.machine_here(topology),
+            machine_here(machine, topology),
             algorithm="sockets",
         )
         played = simulate_exchange(training, topology)
@@ -225,8 +224,59 @@ class _Runner:
             machine.link if place.processes > 1 else "none",
             0.0,
             tuple(figures.seconds),
-            (played.end_seconds,) * len(figures.seconds),
+            (played,) * len(figures.seconds),
         )
+
+
+def machine_here(measured: MeasuredMachine, topology: Topology) -> Machine:
+    """Several processes on one measured machine, which share its cores.
+
+    Sums within a process were measured with all cores, each replica using one. Of
+    several processes each has one core, or its share of fewer, as in `tfdp bench`.
+    `topology`: `hosts` processes of `devices_per_host` replicas.
+    """
+    here = measured.machine(topology.devices_per_host)
+    if topology.hosts == 1:
+        return here
+    alone = here.within_host
+    mine = min(1.0, measured.cores / topology.hosts)
+    # Processor time underestimates where cores wait for memory, which all processes
+    # of the machine share.
+    wanted = max(
+        alone.compute_share * measured.cores,
+        float(min(topology.devices_per_host, measured.cores)),
+    )
+    within = dataclasses.replace(
+        alone,
+        # With fewer cores than it used it is slower and leaves none. The cost per
+        # tensor is waiting, and stays.
+        bytes_per_second=alone.bytes_per_second / max(wanted / mine, 1.0),
+        compute_share=min(wanted / mine, 1.0),
+    )
+    return dataclasses.replace(here, within_host=within)
+
+
+def training_here(measured: MeasuredMachine, name: str, topology: Topology) -> Training:
+    """Training of a measured model by several processes on one measured machine.
+
+    `topology`: `hosts` processes of `devices_per_host` replicas.
+    """
+    model = measured.model(name)
+    place = (topology.hosts, topology.devices_per_host)
+    if place not in model.step_seconds:
+        found = ", ".join(f"{p}x{r}" for p, r in sorted(model.step_seconds))
+        raise ConfigurationError(
+            f"{name!r} was not measured in {place[0]} processes of "
+            f"{place[1]} replicas; measured: {found}."
+        )
+    seconds = model.step_seconds[place]
+    alone = min(model.step_seconds[1, 1], seconds)
+    return dataclasses.replace(
+        measured.training(name, topology.devices_per_host),
+        compute=Compute.from_seconds(alone, model.samples),
+        machine=machine_here(measured, topology),
+        sharing=((topology.devices_per_host, seconds / alone),),
+    )
 
 
 def _links_of(place: Place) -> list[Place]:

@@ -382,11 +382,10 @@ def _torch_arm(works: tuple[str, ...] = ("train",), **more: Any) -> GroupArm:
     )
 
 
-def _all_arms() -> dict[str, GroupArm]:
+def _more_arms() -> dict[str, GroupArm]:
     bfloat16 = tfdp_over("sockets", wire_dtype="bfloat16")
     int8 = _compressed("Int8")
     return {
-        **GROUP_ARMS,
         TORCH_ONE_PROCESS: _torch_arm(start="single"),
         "torch-gloo": _torch_arm(BOTH),
         "torch-gloo-flat": _torch_arm(BOTH, is_flat=True),
@@ -415,7 +414,8 @@ def _all_arms() -> dict[str, GroupArm]:
     }
 
 
-ARMS = _all_arms()
+ARMS = GROUP_ARMS
+ARMS.update(_more_arms())
 
 if __name__ == "__main__":
-    member.main(sys.argv[1:], ARMS)
+    member.main(sys.argv[1:])

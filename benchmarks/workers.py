@@ -137,7 +137,7 @@ def run(options: argparse.Namespace) -> int:
         with contextlib.ExitStack() as stack:
             hosts = stack.enter_context(two_hosts(row.rate)) if row.rate else None
             result, failures = measure_groups(
-                request, options.timeout_seconds, hosts=hosts, arms=ARMS
+                request, options.timeout_seconds, hosts=hosts
             )
         for arm, reason in failures.items():
             failed = 1

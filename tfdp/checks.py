@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeGuard
+
+from tfdp.errors import ConfigurationError
 
 
 def is_whole(
@@ -19,6 +21,33 @@ def is_whole(
     """
     is_integer = isinstance(value, int) and not isinstance(value, bool)
     return is_integer and least <= value <= most  # type: ignore[operator]
+
+
+def check_whole(
+    name: str,
+    value: object,
+    least: float = -math.inf,
+    most: float = math.inf,
+    why: str = "",
+) -> None:
+    """Raises a ConfigurationError unless `value` is an int from `least` to `most`."""
+    if not is_whole(value, least, most):
+        limits = (
+            f"from {least} to {most}" if most < math.inf else f"of at least {least}"
+        )
+        raise ConfigurationError(
+            f"{name} must be an integer {limits}{why}. Received: {value!r}."
+        )
+
+
+def check_one_of(name: str, value: object, allowed: Iterable[str]) -> None:
+    """Raises a ConfigurationError unless `value` is one of the texts `allowed`."""
+    texts = list(allowed)
+    if value not in texts:
+        listed = ", ".join(map(repr, texts))
+        raise ConfigurationError(
+            f"{name} must be one of {listed}. Received: {value!r}."
+        )
 
 
 def is_number(value: object) -> TypeGuard[float]:

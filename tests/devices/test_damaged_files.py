@@ -5,6 +5,7 @@ it. A row of 100 (of record files 16) is run always, in the tier `all` one of 10
 """
 
 import collections
+import functools
 import json
 import random
 import shutil
@@ -18,7 +19,7 @@ import tfdp
 from tests.support import mutations
 from tests.support.two_parts import content_of, saved_model, write_parts
 from tfdp import data
-from tfdp.data.verify import check_before_reading
+from tfdp.data.verify import check_before_reading, describe_fault
 from tfdp.errors import DataError
 from tfdp.files import checked_json
 
@@ -195,7 +196,9 @@ def records(request, tmp_path_factory):
         found = [batch["x"].numpy().tobytes() for batch in batches]
         for file in index.files:
             # The other door: it must refuse no sound file.
-            check_before_reading(index.file_path(file), file, index.compression)
+            path = index.file_path(file)
+            describe = functools.partial(describe_fault, path, file, index.compression)
+            check_before_reading(path, file, describe)
         return found
 
     others = {path.name: path.read_bytes() for path in (folder / "2").iterdir()}

@@ -430,7 +430,7 @@ def test_a_port_that_is_taken_is_refused(launch):
         port = taken.getsockname()[1]
         code, out, err, _ = launch("print('ran')", "--port", port)
     assert (code, out) == (1, [])
-    assert err[0].startswith(f"tfdp: --port {port}: the port is taken")
+    assert err[0].startswith(f"tfdp launch: --port {port}: the port is taken")
 
 
 def test_the_port_is_free_afterwards(launch):

@@ -59,7 +59,7 @@ def test_what_an_answer_means(changes, update, meaning):
 
 
 def test_what_a_host_says_is_what_another_hears():
-    view = View(2, "s", True, 3, 8, 12, (0, 2), {0: ("h", 5)}, (4, 1))
+    view = View("s", True, 3, 8, 12, (0, 2), {0: ("h", 5)}, (4, 1), rank=2)
     answer = parse_answer(json.loads(json.dumps(view.as_json())), 3)
     assert answer == Answer("s", True, 3, 8, 12, (0, 2), {0: ("h", 5)}, (4, 1))
     view.is_excluded = True
@@ -84,7 +84,7 @@ def test_what_no_host_sends_is_a_value_error(seed):
     draw = random.Random(seed)
     hello = dataclasses.asdict(ElasticHello("come", 1, 3, 5, epoch=2, update=8))
     for valid, parse in (
-        (View(1, "s", members=(0, 1), addresses={0: ("h", 5)}).as_json(), 0),
+        (View("s", rank=1, members=(0, 1), addresses={0: ("h", 5)}).as_json(), 0),
         (hello, 1),
     ):
         for _ in range(2500):

@@ -1,6 +1,5 @@
 """What a training loop notes of its progress, and what a reader makes of the file."""
 
-import json
 import math
 import multiprocessing
 import os
@@ -185,39 +184,31 @@ def test_strategies_are_counted_from_0_where_the_launcher_could_make_the_file(fo
 def test_progress_travels_by_age():
     now_seconds = time.monotonic()
     told = Progress(3, 4, None, now_seconds - 20, now_seconds - 10, strategies=2)
-    found = parse_progress(told.to_json().encode())
+    found = parse_progress(told.to_text().encode())
     assert found.strategies == 2
     assert (found.resumed_step, found.saved_step, found.step) == (3, 4, None)
     # Between telling and hearing the clock goes on; it is heard as later, not earlier.
     assert 0 <= found.saved_seconds - told.saved_seconds < 5
     assert found.resumed_seconds < found.saved_seconds
-    assert parse_progress(Progress().to_json().encode()) == Progress()
+    assert parse_progress(Progress().to_text().encode()) == Progress()
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        b"",
-        b"[" * 100_000,
-        b"3",
-        b"\xff",
-        b'{"step": -1}',
-        b'{"step": true}',
-        b'{"strategies": -1}',
-        b'{"saved_step": 1e3}',
-        b'{"step": 9223372036854775808}',
-        b'{"step": %s}' % (b"9" * 5000),
-    ],
-)
+@pytest.mark.parametrize("text", [b"", b"3", b"zz", b"\xff", b"0" * 100_000])
 def test_a_line_of_nonsense_says_nothing(text):
     assert parse_progress(text) is None
 
 
-@pytest.mark.parametrize("age", ["NaN", "Infinity", "-1", "true", '"1"', "1e308", "[]"])
+@pytest.mark.parametrize("place", range(4))
+def test_a_count_of_nonsense_says_nothing(place):
+    counts = [1, 1, 1, 1]
+    counts[place] = -2
+    assert parse_progress(record(*counts, 0.0, 0.0).hex().encode()) is None
+
+
+@pytest.mark.parametrize("age", [math.nan, math.inf, -1.0, 1e308])
 def test_an_age_of_nonsense_is_left_out(age):
-    found = parse_progress(b'{"step": 1, "saved_seconds": %s}' % age.encode())
-    assert found == Progress(step=1)
-    assert json.dumps(found.saved_seconds) == "null"
+    text = record(-1, 2, 1, -1, age, age).hex().encode()
+    assert parse_progress(text) == Progress(saved_step=2, step=1)
 
 
 def test_how_often_it_was_started_again():

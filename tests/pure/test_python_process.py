@@ -60,7 +60,7 @@ def test_the_last_lines_come_back():
 
 
 def test_what_failed_says_how():
-    with pytest.raises(ProcessFailed, match="mine\nexit code 1") as caught:
+    with pytest.raises(ProcessFailed, match="exit code 1\nmine") as caught:
         run_python(["-c", "raise SystemExit('mine')"], SECONDS)
     assert not caught.value.took_too_long
     with pytest.raises(ProcessFailed, match="killed by signal 9"):

@@ -8,7 +8,8 @@ import pytest
 
 from tfdp.errors import DeviceError
 from tfdp.tools.bench import worker_process
-from tfdp.tools.bench.worker_process import WorkerFailed, run_worker
+from tfdp.tools.bench.python_process import ProcessFailed
+from tfdp.tools.bench.worker_process import run_worker
 from tfdp.tools.commands import cli
 from tfdp.tools.selftest import command
 from tfdp.tools.selftest.parts import parts_for
@@ -94,7 +95,7 @@ def test_all_is_right(asked, tmp_path, capsys):
     "found, word",
     [
         ({"state": "WRONG", "said": "a sum is off"}, "a sum is off"),
-        (WorkerFailed("no result within 300 s"), "no result within 300 s"),
+        (ProcessFailed("no result within 300 s", [], True), "no result within 300 s"),
     ],
 )
 def test_one_that_is_not_right_does_not_stop_the_others(
@@ -148,10 +149,10 @@ def test_what_the_user_says_of_growth_stays(asked, monkeypatch, tmp_path):
 
 def test_more_gpus_than_there_are_are_refused(asked, capsys, tmp_path, monkeypatch):
     with_gpus(monkeypatch, tmp_path, 2)
-    assert cli.main(["selftest", "--devices", "3"]) == 1
+    assert cli.main(["selftest", "--devices", "3"]) == 2
     assert "3 GPUs were requested, and TensorFlow sees 2" in capsys.readouterr().err
     with_gpus(monkeypatch, tmp_path, 0)
-    assert cli.main(["selftest", "--device-type", "gpu"]) == 1
+    assert cli.main(["selftest", "--device-type", "gpu"]) == 2
     assert "2 GPUs were requested, and TensorFlow sees 0" in capsys.readouterr().err
     assert not asked[0]
     with pytest.raises(SystemExit):
@@ -202,7 +203,7 @@ def test_a_worker_answers(tmp_path, monkeypatch):
 )
 def test_a_worker_that_leaves_no_result(tmp_path, monkeypatch, source, seconds, word):
     name = worker(tmp_path, monkeypatch, source)
-    with pytest.raises(WorkerFailed, match=word):
+    with pytest.raises(ProcessFailed, match=word):
         run_worker(name, {}, seconds)
 
 

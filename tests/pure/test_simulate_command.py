@@ -110,9 +110,9 @@ def test_lists(option, capsys):
     ],
 )
 def test_what_cannot_act_is_refused(arguments, said, capsys):
-    assert cli.main(["simulate", *arguments]) == 1
+    assert cli.main(["simulate", *arguments]) == 2
     refused = capsys.readouterr()
-    assert said in refused.err and refused.err.startswith("tfdp: ")
+    assert said in refused.err and refused.err.startswith("tfdp simulate: ")
     assert refused.out == ""
 
 
@@ -136,5 +136,5 @@ def test_a_cluster_that_never_gets_anything_done_is_told(tmp_path, capsys):
 
 def test_a_measured_machine_says_its_own_batch(tmp_path, capsys):
     path = str(write_machine(MACHINE, tmp_path / "machine.json"))
-    assert cli.main(["simulate", "--machine", path, "--batch", "3"]) == 1
+    assert cli.main(["simulate", "--machine", path, "--batch", "3"]) == 2
     assert "the measured value is used" in capsys.readouterr().err

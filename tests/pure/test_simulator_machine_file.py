@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from benchmarks.prediction import machine_here, training_here
 from tfdp.errors import ConfigurationError, DataError
 from tfdp.files.checked_json import with_checksum
 from tfdp.plan.topology import Topology
@@ -58,7 +59,7 @@ def test_as_many_replicas_have_a_link_of_their_own(path):
     ]
     assert machine.machine(4).within_host == of_four
     # Two of a process share one core of two.
-    assert machine.machine_here(Topology(2, 2)).within_host.rate == 4e9
+    assert machine_here(machine, Topology(2, 2)).within_host.rate == 4e9
 
 
 def test_hosts_like_it_share_cores_as_it_does():
@@ -73,31 +74,31 @@ def test_hosts_like_it_share_cores_as_it_does():
 
 
 def test_processes_of_this_machine_share_its_cores():
-    found = predict_step(MACHINE.training_here("net", Topology(2, 1)), 2)
+    found = predict_step(training_here(MACHINE, "net", Topology(2, 1)), 2)
     assert found.part_seconds["compute"] == pytest.approx(0.1)
     assert found.part_seconds["sharing cores"] == pytest.approx(0.01)
     assert found.part_seconds["communication"] > 0
 
 
 def test_each_of_two_processes_adds_on_a_core_of_its_own():
-    here = MACHINE.machine_here(Topology(2, 2))
+    here = machine_here(MACHINE, Topology(2, 2))
     assert here.within_host.rate == MACHINE.within_host.rate / 2
     # Each replica keeps a core busy, also where processor time tells of fewer.
     light = dataclasses.replace(MACHINE.within_host, compute_share=0.4)
-    here = dataclasses.replace(MACHINE, within_host=light).machine_here(Topology(2, 2))
+    here = machine_here(dataclasses.replace(MACHINE, within_host=light), Topology(2, 2))
     assert here.within_host.compute_share == 1.0
     assert here.within_host.rate == light.rate / 2
     assert here.within_host.latency_seconds == light.latency_seconds
-    here = MACHINE.machine_here(Topology(4, 2))
+    here = machine_here(MACHINE, Topology(4, 2))
     assert here.within_host.compute_share == 1.0
     assert here.within_host.rate == MACHINE.within_host.rate / 4
     # Half of four cores were busy: of one of them it takes all, at half the rate.
     half = dataclasses.replace(MACHINE.within_host, compute_share=0.5)
     of_four = dataclasses.replace(MACHINE, cores=4, within_host=half)
-    here = of_four.machine_here(Topology(2, 2))
+    here = machine_here(of_four, Topology(2, 2))
     assert here.within_host.compute_share == 1.0
     assert here.within_host.rate == half.rate / 2
-    assert of_four.machine_here(Topology(1, 2)).within_host == half
+    assert machine_here(of_four, Topology(1, 2)).within_host == half
     assert here.between_hosts == MACHINE.between_hosts
     assert MACHINE.machine(2).within_host == MACHINE.within_host
 
@@ -106,7 +107,7 @@ def test_what_was_not_measured_is_refused():
     with pytest.raises(ConfigurationError, match="Measured: net"):
         MACHINE.training("other", 2)
     with pytest.raises(ConfigurationError, match="measured: 1x1, 1x2, 2x1"):
-        MACHINE.training_here("net", Topology(2, 2))
+        training_here(MACHINE, "net", Topology(2, 2))
     with pytest.raises(ConfigurationError, match="1x1"):
         MeasuredModel(PROFILE, 64, {(2, 1): 0.1})
 
@@ -156,7 +157,7 @@ def set_at(*place, value):
         set_at("models", value={}),
         set_at("models", value=[3]),
         set_at("models", 0, "gradients", value=[]),
-        set_at("models", 0, "gradients", value=[[1, 2]]),
+        set_at("models", 0, "gradients", value=[[1]]),
         set_at("models", 0, "gradients", value=[[-1, 2, "float32"]]),
         set_at("models", 0, "gradients", value=[[1, 2, None]]),
         set_at("models", 0, "gradients", value=3),

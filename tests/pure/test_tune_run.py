@@ -6,8 +6,8 @@ import pytest
 
 from tests.support.fake_trials import HOSTS, FakeTrials, fails
 from tfdp.errors import ConfigurationError, MissingDependencyError
-from tfdp.tools.commands.cli import make_parser
-from tfdp.tools.commands.tune_processes import TrialFailed, run_module
+from tfdp.tools.commands import cli
+from tfdp.tools.commands.tune_processes import TrialFailed, result_of
 from tfdp.tools.commands.tune_run import TuneRun
 from tfdp.tools.tune import words
 from tfdp.tools.tune.space import DEFAULTS, Setting, knobs_of
@@ -202,7 +202,7 @@ def test_optuna_is_asked_until_nothing_is_left():
 )
 def test_processes_that_come_to_a_bad_end(program, message):
     with pytest.raises(TrialFailed, match=message):
-        run_module(["-c", program], 1.0 if "sleep" in program else 60.0)
+        result_of("any", {}, 1.0 if "sleep" in program else 60.0, ["-c", program])
 
 
 def test_gains_and_speeds_in_words():
@@ -231,6 +231,5 @@ def test_gains_and_speeds_in_words():
     ],
 )
 def test_bad_options_are_refused_before_a_trial(words, message, capsys):
-    options = make_parser("tune").parse_args(["tune", *words])
-    assert options.run(options) == 2
+    assert cli.main(["tune", *words]) == 2
     assert message in capsys.readouterr().err.replace("\n", " ")

@@ -24,11 +24,6 @@ def test_the_defaults_are_the_first(place, for_memory):
     assert space_of(place, for_memory=for_memory).settings[0] == DEFAULTS
 
 
-def test_a_range_without_a_default_is_refused():
-    with pytest.raises(ConfigurationError, match="bucket_bytes: the default 26214400"):
-        Space(HOSTS, {"bucket_bytes": (1, 2)}, MODEL)
-
-
 def test_no_two_settings_make_the_same_training():
     space = space_of()
     plans = [(each.engine, space.buckets(each)) for each in space.settings]
@@ -113,9 +108,6 @@ def test_a_setting_survives_json():
     setting = Setting(hierarchy=(2, 2), lossy="int8", shard="optimizer", remat=True)
     said = {**setting.as_json(), "hierarchy": [2, 2]}
     assert Setting.from_json(said) == setting
-    for bad in ({"speed": 1}, {"lossy": "int7"}, [1], None):
-        with pytest.raises(ConfigurationError):
-            Setting.from_json(bad)
 
 
 def test_the_simulator_likes_few_buckets_where_a_launch_is_dear():

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp.checks import is_whole
+from tfdp.checks import check_whole
 from tfdp.errors import ConfigurationError, SlowInputWarning
 
 # Of the time of a training step.
@@ -59,10 +59,7 @@ class InputWatch(keras.callbacks.Callback):
                 "InputWatch needs the tf.data.Dataset that is given to fit. "
                 f"Received: {type(dataset).__name__}."
             )
-        if not is_whole(batches, least=2):
-            raise ConfigurationError(
-                f"batches must be an integer of at least 2. Received: {batches!r}."
-            )
+        check_whole("batches", batches, least=2)
         self.dataset = dataset
         self.batches = batches
         #: Seconds to make a batch over seconds of a step; None before it is measured.

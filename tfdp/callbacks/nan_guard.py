@@ -21,6 +21,7 @@ from tfdp.callbacks.other_callbacks import Logs, refuse_others
 from tfdp.callbacks.step_count import StepCount, check_count, is_due
 from tfdp.chain.compression import STATE
 from tfdp.chain.finite_guard import FiniteGuard
+from tfdp.checks import check_one_of
 from tfdp.errors import ConfigurationError, NotFiniteError, NotFiniteWarning
 from tfdp.sharding.variables import ShardedVariable
 from tfdp.step.find_optimizers import innermost_optimizers, optimizers_of
@@ -113,11 +114,7 @@ class NaNGuard(keras.callbacks.Callback):
         keep_every_steps: int | None = None,
     ):
         super().__init__()
-        if on_nan not in REACTIONS:
-            raise ConfigurationError(
-                f"on_nan must be one of {', '.join(map(repr, REACTIONS))}. Received: "
-                f"{on_nan!r}."
-            )
+        check_one_of("on_nan", on_nan, REACTIONS)
         _check_count("most_in_a_row", most_in_a_row, on_nan, ("skip", "rollback"))
         _check_count("keep_every_steps", keep_every_steps, on_nan, ("rollback",))
         self.on_nan = on_nan

@@ -16,10 +16,9 @@ from tfdp.callbacks.gather_from_hosts import (
 )
 from tfdp.callbacks.other_callbacks import Logs
 from tfdp.callbacks.step_count import StepCount, is_due
-from tfdp.checks import is_whole
+from tfdp.checks import check_one_of, check_whole
 from tfdp.errors import (
     CollectiveError,
-    ConfigurationError,
     ReplicaDriftError,
     ReplicaDriftWarning,
 )
@@ -84,15 +83,8 @@ class ReplicaCheck(keras.callbacks.Callback):
 
     def __init__(self, every_steps: int, on_drift: str = "raise"):
         super().__init__()
-        if not is_whole(every_steps, least=1):
-            raise ConfigurationError(
-                f"every_steps must be an int of at least 1. Received: {every_steps!r}."
-            )
-        if on_drift not in REACTIONS:
-            raise ConfigurationError(
-                f"on_drift must be one of {', '.join(map(repr, REACTIONS))}. Received: "
-                f"{on_drift!r}."
-            )
+        check_whole("every_steps", every_steps, least=1)
+        check_one_of("on_drift", on_drift, REACTIONS)
         self.every_steps = every_steps
         self.on_drift = on_drift
         #: Number of comparisons.

@@ -9,8 +9,8 @@ from typing import Any
 import keras
 
 from tfdp._private.frames import fits_around
-from tfdp.checks import is_whole
-from tfdp.errors import ConfigurationError, RunRecordWarning
+from tfdp.checks import check_whole
+from tfdp.errors import RunRecordWarning
 
 
 class StepCount:
@@ -34,10 +34,8 @@ class StepCount:
 
 def check_count(name: str, value: Any) -> None:
     """Refuses a `value` other than None and whole numbers from 1."""
-    if value is not None and not is_whole(value, least=1):
-        raise ConfigurationError(
-            f"{name} must be an int of at least 1, or None. Received: {value!r}."
-        )
+    if value is not None:
+        check_whole(name, value, least=1, why=", or None")
 
 
 def is_due(every: int, before: int, now: int) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import keras
 
+from tfdp.callbacks.gather_from_hosts import refuse_strategy
 from tfdp.callbacks.other_callbacks import Logs
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.engine import Engine
@@ -164,15 +166,11 @@ class TrafficReader:
 def engine_of(model: keras.Model, name: str) -> Engine | None:
     """The backend in the steps of `model`; None on one replica; errors show `name`."""
     strategy = model.distribute_strategy
-    reducer = getattr(strategy.extended, "reducer", None)
-    if not isinstance(reducer, GradientPipeline):
-        if strategy.num_replicas_in_sync == 1:
-            return None
-        raise ConfigurationError(
-            f"{name} counts what tfdp sends between CPUs or GPUs, but the model was "
-            f"compiled under {type(strategy).__name__}. Make it under "
-            "tfdp.DataParallelStrategy or tfdp.MultiHostDataParallelStrategy."
-        )
+    reducer: Any = getattr(strategy.extended, "reducer", None)
+    is_ours = isinstance(reducer, GradientPipeline)
+    if not is_ours and strategy.num_replicas_in_sync == 1:
+        return None
+    refuse_strategy(strategy, name)
     if model.run_eagerly and reducer.engine.replicas > 1:
         raise ConfigurationError(
             f"{name} counts in graphs, but the model was compiled with "

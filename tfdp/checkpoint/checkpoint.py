@@ -44,7 +44,7 @@ from tfdp.checkpoint.restored import (
     restore_entries,
 )
 from tfdp.checkpoint.writer import Content, Writer
-from tfdp.checks import is_whole
+from tfdp.checks import check_whole
 from tfdp.data.places import Place, place_of
 from tfdp.errors import CheckpointWarning, ConfigurationError, DataError, TfdpError
 
@@ -116,8 +116,7 @@ class Checkpoint:
     """
 
     def __init__(self, directory: str | os.PathLike[str], keep: int = 2):
-        if not is_whole(keep, least=1):
-            raise ConfigurationError(f"keep must be an int from 1. Received: {keep!r}.")
+        check_whole("keep", keep, least=1)
         if not isinstance(directory, str | os.PathLike) or not os.fspath(directory):
             raise ConfigurationError(
                 f"directory must be a path or a URL. Received: {directory!r}."
@@ -169,10 +168,7 @@ class Checkpoint:
             it is still running, and this one is skipped.
           CollectiveError: another host was lost.
         """
-        if not is_whole(step, least=0, most=MOST_STEPS):
-            raise ConfigurationError(
-                f"step must be an int from 0 to {MOST_STEPS}. Received: {step!r}."
-            )
+        check_whole("step", step, least=0, most=MOST_STEPS)
         hosts = hosts_of(_built(model, "saved"))
         # Parts of two calls must not be combined.
         number = secrets.randbits(32) if self._writer.has_ended() else SKIPPED

@@ -14,22 +14,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 import os
-import stat
 import struct
 import threading
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
-from tfdp.checks import is_number
 from tfdp.cluster.description import integer, present, quoted
 from tfdp.errors import ConfigurationError
-from tfdp.files.checked_json import LARGEST_COUNT, is_count, parse_json
+from tfdp.files.checked_json import LARGEST_COUNT, is_count, open_regular_file
 
 FOLDER_VARIABLE = "TFDP_PROGRESS"
 # Magic; steps resumed from, saved and done; number of strategies; times of resume and
@@ -57,14 +53,15 @@ class Progress:
         steps = (self.resumed_step, self.saved_step, self.step)
         return max((step for step in steps if step is not None), default=None)
 
-    def to_json(self) -> str:
-        """JSON for `parse_progress`, with ages for times, as clocks differ."""
+    def to_text(self) -> str:
+        """A record for `parse_progress`, with ages for times, as clocks differ."""
+        counts = (self.resumed_step, self.saved_step, self.step, self.strategies)
+        times = (self.resumed_seconds, self.saved_seconds)
         now_seconds = time.monotonic()
-        fields = dataclasses.asdict(self)
-        for name in ("resumed_seconds", "saved_seconds"):
-            if fields[name] is not None:
-                fields[name] = now_seconds - fields[name]
-        return json.dumps(fields)
+        return _record(
+            (UNKNOWN if count is None else count for count in counts),
+            (now_seconds - (math.nan if t is None else t) for t in times),
+        ).hex()
 
 
 class _Notes:
@@ -78,8 +75,12 @@ class _Notes:
         self.seconds = {"resumed": math.nan, "saved": math.nan}
 
     def record(self) -> bytes:
-        body = BODY.pack(MARK, *self.counts.values(), *self.seconds.values())
-        return body + CHECKSUM.pack(zlib.crc32(body))
+        return _record(self.counts.values(), self.seconds.values())
+
+
+def _record(counts: Iterable[int], seconds: Iterable[float]) -> bytes:
+    body = BODY.pack(MARK, *counts, *seconds)
+    return body + CHECKSUM.pack(zlib.crc32(body))
 
 
 _notes = _Notes()
@@ -162,22 +163,15 @@ def read_progress(folder: str, process: int) -> Progress | None:
     The folder may hold anything: no link is followed, no pipe waited for, and at most a
     record read.
     """
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+    path = Path(folder, file_name(process))
     try:
-        descriptor = os.open(Path(folder, file_name(process)), flags)
+        with open_regular_file(path, os.O_NOFOLLOW) as file:
+            return _parse_record(file.read(RECORD_BYTES + 1))
     except OSError:
         return None
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            return None
-        return _parse_record(os.read(descriptor, RECORD_BYTES + 1))
-    except OSError:
-        return None
-    finally:
-        os.close(descriptor)
 
 
-def _parse_record(record: bytes) -> Progress | None:
+def _parse_record(record: bytes, are_ages: bool = False) -> Progress | None:
     if len(record) != RECORD_BYTES:
         return None
     body, checksum = record[: BODY.size], record[BODY.size :]
@@ -193,40 +187,25 @@ def _parse_record(record: bytes) -> Progress | None:
         resumed_step=resumed,
         saved_step=saved,
         step=done,
-        resumed_seconds=_past(resumed_seconds) if resumed is not None else None,
-        saved_seconds=_past(saved_seconds) if saved is not None else None,
+        resumed_seconds=None if resumed is None else _past(resumed_seconds, are_ages),
+        saved_seconds=None if saved is None else _past(saved_seconds, are_ages),
         strategies=strategies,
     )
 
 
-def _past(seconds: float) -> float | None:
-    return seconds if 0 <= seconds <= time.monotonic() else None
+def _past(seconds: float, is_age: bool) -> float | None:
+    now_seconds = time.monotonic()
+    if not 0 <= seconds <= now_seconds:
+        return None
+    return now_seconds - seconds if is_age else seconds
 
 
 def parse_progress(text: bytes) -> Progress | None:
-    """The inverse of `Progress.to_json`; None for invalid text."""
+    """The inverse of `Progress.to_text`; None for invalid text."""
     try:
-        found: Any = parse_json(text)
+        return _parse_record(bytes.fromhex(text.decode("ascii")), are_ages=True)
     except ValueError:
         return None
-    if not isinstance(found, dict):
-        return None
-    names = ("resumed_step", "saved_step", "step", "strategies")
-    counts = {name: found.get(name) for name in names}
-    if not all(count is None or is_count(count) for count in counts.values()):
-        return None
-    return Progress(
-        **counts,
-        resumed_seconds=_time_of(found.get("resumed_seconds")),
-        saved_seconds=_time_of(found.get("saved_seconds")),
-    )
-
-
-def _time_of(age_seconds: object) -> float | None:
-    now_seconds = time.monotonic()
-    if not is_number(age_seconds) or not 0 <= age_seconds <= now_seconds:
-        return None
-    return now_seconds - age_seconds
 
 
 #: Exit code of a worker that was stopped, has saved, and would resume from there:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tfdp.checks import check_one_of
 from tfdp.errors import ConfigurationError, DataError
 from tfdp.files.checked_json import is_count
 
@@ -51,11 +52,7 @@ class FeatureSpec:
                 f"Received: {self.shape!r}."
             )
         object.__setattr__(self, "shape", shape)
-        if self.dtype not in DTYPES:
-            raise ConfigurationError(
-                f"The dtype of a feature must be one of {', '.join(DTYPES)}. "
-                f"Received: {self.dtype!r}."
-            )
+        check_one_of("The dtype of a feature", self.dtype, DTYPES)
         for length in self.shape:
             if length is not None and not is_count(length):
                 raise ConfigurationError(

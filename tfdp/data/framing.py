@@ -16,6 +16,8 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import google_crc32c
+
 from tfdp.data.places import Place, open_binary
 
 HEADER_BYTES, FOOTER_BYTES = 12, 4
@@ -143,20 +145,7 @@ def _inflated(blocks: Iterable[bytes]) -> Iterator[bytes]:
 @functools.lru_cache(maxsize=4096)  # lengths repeat
 def _length_checksum_fits(header: bytes) -> bool:
     length, checksum = header[:8], struct.unpack_from("<I", header, 8)[0]
-    value = 0xFFFFFFFF
-    for byte in length:
-        value = _crc32c_table()[(value ^ byte) & 0xFF] ^ (value >> 8)
-    value ^= 0xFFFFFFFF
+    value = google_crc32c.value(length)
     # TFRecord masks checksums: a checksum of data that holds checksums is weak.
     masked = ((value >> 15) | (value << 17 & 0xFFFFFFFF)) + 0xA282EAD8
     return (masked & 0xFFFFFFFF) == checksum
-
-
-@functools.cache
-def _crc32c_table() -> tuple[int, ...]:
-    def entry(value: int) -> int:
-        for _ in range(8):
-            value = (value >> 1) ^ (0x82F63B78 if value & 1 else 0)
-        return value
-
-    return tuple(map(entry, range(256)))

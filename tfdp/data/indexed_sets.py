@@ -9,9 +9,10 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tfdp.checks import check_whole
 from tfdp.data.hosts import seeds_of_program
 from tfdp.data.index import RecordIndex, find_index, require_container
-from tfdp.data.pipeline import batches_of, check_batching, check_positive, count_batches
+from tfdp.data.pipeline import MOST, batches_of, check_batching, count_batches
 from tfdp.errors import ConfigurationError
 
 # The default bound of the shuffle buffer in host memory.
@@ -33,7 +34,7 @@ def open_share(
 ) -> HostShare:
     """What this host reads of a set, after checking all arguments of the reader."""
     check_batching(global_batch_size, seed, variable_length, shuffle_buffer_examples)
-    check_positive("cycle_length", cycle_length)
+    check_whole("cycle_length", cycle_length, 1, MOST)
     index = find_index(source)
     require_container(index, container)
     if isinstance(as_supervised, str):

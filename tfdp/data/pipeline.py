@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.checks import is_whole
+from tfdp.checks import check_one_of, check_whole, is_whole
 from tfdp.errors import ConfigurationError
 
 VARIABLE_LENGTHS = ("ragged", "pad")
@@ -21,31 +21,16 @@ def check_batching(
     shuffle_buffer_examples: int | None = None,
 ) -> None:
     """Raises a `ConfigurationError` for an argument that is out of range."""
-    if not is_whole(global_batch_size, 1, MOST):
-        raise ConfigurationError(
-            f"global_batch_size must be an integer of 1 to {MOST}: the samples of all "
-            f"replicas together in one step. Received: {global_batch_size!r}."
-        )
+    why = ": the samples of all replicas together in one step"
+    check_whole("global_batch_size", global_batch_size, 1, MOST, why)
     if shuffle_buffer_examples is not None:
-        check_positive("shuffle_buffer_examples", shuffle_buffer_examples)
+        check_whole("shuffle_buffer_examples", shuffle_buffer_examples, 1, MOST)
     if not is_whole(seed):
         raise ConfigurationError(
             "seed must be an integer. Every host needs the same one, or their parts of "
             f"a batch overlap; there is no random default. Received: {seed!r}."
         )
-    if variable_length not in VARIABLE_LENGTHS:
-        raise ConfigurationError(
-            f"variable_length must be one of {VARIABLE_LENGTHS}. Received: "
-            f"{variable_length!r}."
-        )
-
-
-def check_positive(name: str, value: int) -> None:
-    """Raises a `ConfigurationError` unless `value` is an integer of 1 to 2^63 - 1."""
-    if not is_whole(value, 1, MOST):
-        raise ConfigurationError(
-            f"{name} must be an integer of 1 to {MOST}. Received: {value!r}."
-        )
+    check_one_of("variable_length", variable_length, VARIABLE_LENGTHS)
 
 
 def batches_of(examples: int, batch_size: int, drop_remainder: bool) -> int:

@@ -8,6 +8,7 @@ is opened, and the counts while reading. A file that differs is searched for the
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from tfdp.data.encoding import decode_examples
 from tfdp.data.index import RecordIndex
 from tfdp.data.indexed_sets import mixed, open_share, own_records
 from tfdp.data.pipeline import batch_examples, finish_batches, select_features
-from tfdp.data.verify import FileCheck, check_before_reading
+from tfdp.data.verify import FileCheck, check_before_reading, describe_fault
 
 # Reading chunks of records amortizes the cost per chunk. The sizes bound the memory of
 # the files in reading.
@@ -111,7 +112,9 @@ def read_tfrecords(
     )
     index, batch_size = share.index, share.batch_size
     for file in index.files:
-        check_before_reading(index.file_path(file), file, index.compression)
+        path = index.file_path(file)
+        describe = functools.partial(describe_fault, path, file, index.compression)
+        check_before_reading(path, file, describe)
     batches_per_epoch = share.batches(drop_remainder)
 
     records = _interleaved_records(index, shuffle, seed, cycle_length, deterministic)

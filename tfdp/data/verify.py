@@ -14,6 +14,7 @@ from typing import NoReturn, TypeVar
 
 import tensorflow as tf
 
+from tfdp.checks import check_one_of
 from tfdp.data.encoding import decode_examples
 from tfdp.data.features import FeatureSpec
 from tfdp.data.framing import FramingFault, digest_of_ends, scan_records
@@ -93,19 +94,24 @@ def _at(path: Place, record: int, what: str, promise: str) -> str:
     return f"{path}, record {record} (counted from 0): {what}; {promise}"
 
 
-def check_before_reading(path: Place, file: RecordFile, compression: str) -> None:
-    """Raises a `DataError` unless size and ends match the index: a cheap check."""
+def check_before_reading(
+    path: Place, file: RecordFile, describe: Callable[[], str | None]
+) -> None:
+    """Raises a `DataError` unless size and ends match the index: a cheap check.
+
+    `describe` says what differs from the index; None: nothing.
+    """
     try:
         if path.is_file() and path.stat().st_size == file.size_bytes:
             if file.ends_digest in ("", digest_of_ends(path)):
                 return
-        fault = describe_fault(path, file, compression)
+        fault = describe()
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error}); {_REMEDY}") from error
     raise DataError(
         fault
         or f"{path} has not the {file.size_bytes} bytes that the index says, or its "
-        "first or last bytes are others, though its records are whole: it belongs to "
+        "first or last bytes are others, though what it holds is whole: it belongs to "
         f"another set; {_REMEDY}"
     )
 
@@ -238,10 +244,7 @@ def index_tfrecords(
 
     Cost: reads every file twice, to count its records and to parse each one.
     """
-    if compression not in COMPRESSIONS:
-        raise ConfigurationError(
-            f"compression must be one of {COMPRESSIONS}. Received: {compression!r}."
-        )
+    check_one_of("compression", compression, COMPRESSIONS)
     if not features:
         raise ConfigurationError("features is empty; name at least one feature")
     for feature, spec in features.items():

@@ -8,6 +8,7 @@ is found and named when it is read.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from tfdp.data.indexed_sets import mixed, open_share, own_records
 from tfdp.data.pipeline import batch_examples, finish_batches, select_features
 from tfdp.data.places import Place, place_of
 from tfdp.data.tar_samples import KEY, TarFault, checksum_of_sample, tar_samples
-from tfdp.data.verify import map_files
+from tfdp.data.verify import check_before_reading, map_files
 from tfdp.errors import DataError
 
 _REMEDY = "restore the file, or index the set again (tfdp.data.index_webdataset)"
@@ -174,7 +175,9 @@ def read_webdataset(
     )
     index = share.index
     for file in index.files:
-        _check_before_reading(index.file_path(file), file)
+        path = index.file_path(file)
+        describe = functools.partial(_describe_fault, path, file)
+        check_before_reading(path, file, describe)
     batches = share.batches(drop_remainder)
 
     samples = _interleaved(index, shuffle, seed, cycle_length)
@@ -188,22 +191,12 @@ def read_webdataset(
     )
 
 
-def _check_before_reading(path: Place, file: RecordFile) -> None:
-    try:
-        if not path.is_file():
-            raise DataError(f"{path} is missing; {_REMEDY}")
-        is_same = path.stat().st_size == file.size_bytes
-        if is_same and digest_of_ends(path) == file.ends_digest:
-            return
-    except OSError as error:
-        raise DataError(f"{path} cannot be read ({error}); {_REMEDY}") from error
-    # The file differs: find the first sample that does.
-    for _ in _checked_samples(path, file):
+def _describe_fault(path: Place, file: RecordFile) -> str | None:
+    if not path.is_file():
+        return f"{path} is missing; {_REMEDY}"
+    for _ in _checked_samples(path, file):  # raises at the first that differs
         pass
-    raise DataError(
-        f"{path} has not the {file.size_bytes} bytes that the index says, or other "
-        f"ones at its beginning or end, though its samples are sound; {_REMEDY}"
-    )
+    return None
 
 
 def _checked_samples(path: Place, file: RecordFile) -> Iterator[dict[str, bytes]]:

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp._private.batch_stages import holds_batches_of_rows
-from tfdp.checks import is_whole
+from tfdp.checks import check_one_of, check_whole
 from tfdp.data.encoding import encode_example
 from tfdp.data.features import FeatureSpec, check_example, infer_features
 from tfdp.data.framing import digest_of_ends, scan_records
@@ -137,10 +137,7 @@ def _record_file(name: str, count: int, part: Place, compression: str) -> Record
 
 
 def _check_arguments(num_shards: int, name: str, compression: str) -> None:
-    if not is_whole(num_shards, 1, 99_999):
-        raise ConfigurationError(
-            f"num_shards must be an integer from 1 to 99999. Received: {num_shards!r}."
-        )
+    check_whole("num_shards", num_shards, 1, 99_999)
     longest = f"{name}-00000-of-00000.tfrecord"
     is_odd = not name or name.startswith(".") or any(sign in name for sign in "*?[")
     if is_odd or not is_plain_name(longest):
@@ -148,10 +145,7 @@ def _check_arguments(num_shards: int, name: str, compression: str) -> None:
             f"name is {name[:300]!r}; it begins file names, so it may not be empty, "
             "begin with a dot, hold / \\ * ? [ : or be longer than 231 bytes"
         )
-    if compression not in COMPRESSIONS:
-        raise ConfigurationError(
-            f"compression must be one of {COMPRESSIONS}. Received: {compression!r}."
-        )
+    check_one_of("compression", compression, COMPRESSIONS)
 
 
 def _refuse_batches(

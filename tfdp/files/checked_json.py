@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
-from typing import Any
+import stat
+from collections.abc import Callable
+from typing import Any, BinaryIO
 
 from tfdp.checks import is_whole
 from tfdp.files.atomic import replaced
@@ -25,6 +28,30 @@ def parse_json(text: str | bytes) -> Any:
     except RecursionError:
         # Without the cause: its traceback has a thousand lines.
         raise ValueError("it is nested too deeply") from None
+
+
+def finite(value: Any, instead: Callable[[float], Any] = str) -> Any:
+    """Plain data in which `instead` replaces numbers that are not finite.
+
+    >>> finite({"a": [1.5, float("inf")]})
+    {'a': [1.5, 'inf']}
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        return instead(value)
+    if isinstance(value, dict):
+        return {str(name): finite(each, instead) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each, instead) for each in value]
+    return value
+
+
+def open_regular_file(path: str | os.PathLike[str], flags: int = 0) -> BinaryIO:
+    """Opens a file to read; OSError for a pipe, which could block, or a device."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | flags)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(0, "it is no regular file")
+    return os.fdopen(descriptor, "rb")
 
 
 def checksum_of(content: dict[str, Any]) -> str:

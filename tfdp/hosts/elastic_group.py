@@ -96,7 +96,7 @@ class ElasticHosts:
             timeout_seconds,
             silence_seconds,
             min_hosts,
-            View(rank),
+            View(rank=rank),
             threading.Condition(),
         )
         self._to_give: list[Peer] = []

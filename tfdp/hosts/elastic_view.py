@@ -25,18 +25,19 @@ GONE = "it is another process, or has lost its state"
 Address = tuple[str, int]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Answer:
-    """A host's reply to a query."""
+    """A host's reply to a query: what it knows of the group."""
 
-    session: str  # of the group; "" before there is one
-    is_in: bool  # whether it has the group's state; false while it waits to join
-    epoch: int  # of the newest agreement it has
-    done: int  # the update of its last all-reduce
-    at: int | None  # the update of the all-reduce it is in; None while it trains
-    members: tuple[int, ...]  # of that epoch, without those found dead since
-    addresses: Mapping[int, Address]  # where the hosts listen
-    place: tuple[int, int]  # its epoch of `fit` and batch, from 0
+    session: str = ""  # of the group; "" before there is one
+    is_in: bool = False  # whether it has the group's state; not while it waits to join
+    epoch: int = 0  # of the newest agreement it has
+    done: int = 0  # the update of its last all-reduce
+    at: int | None = None  # the update of the all-reduce it is in; None: it trains
+    members: tuple[int, ...] = ()  # of that epoch, without those found dead since
+    # Where the hosts listen.
+    addresses: Mapping[int, Address] = dataclasses.field(default_factory=dict)
+    place: tuple[int, int] = (0, 0)  # its epoch of `fit` and batch, from 0
 
     @property
     def leader(self) -> int | None:
@@ -44,18 +45,12 @@ class Answer:
 
 
 @dataclasses.dataclass
-class View:
-    """What this host (`rank`) knows of its group; see `Answer`."""
+class View(Answer):
+    """What this host (`rank`) knows of its group."""
 
-    rank: int
-    session: str = ""
-    is_in: bool = False
-    epoch: int = 0
-    done: int = 0
-    at: int | None = None
-    members: tuple[int, ...] = ()
     addresses: dict[int, Address] = dataclasses.field(default_factory=dict)
-    place: tuple[int, int] = (0, 0)
+    _: dataclasses.KW_ONLY
+    rank: int
     is_excluded: bool = False  # reported by another host
 
     def as_json(self) -> dict[str, Any]:

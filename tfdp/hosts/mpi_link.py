@@ -344,15 +344,14 @@ LONGEST_TEXT_BYTES = 512
 def texts_at_first(world: Any, text: str) -> list[str] | None:
     """All workers' `text` (cut to LONGEST_TEXT_BYTES) on worker 0; None elsewhere."""
     rows = np.zeros((world.size, LONGEST_TEXT_BYTES), np.uint8)
-    world.Gather(_buffer_of(text), rows if world.rank == 0 else None)
-    return [_text_in(row) for row in rows] if world.rank == 0 else None
+    own = np.frombuffer(_padded(text), np.uint8)
+    world.Gather(own, rows if world.rank == 0 else None)
+    return [_text_in(row.tobytes()) for row in rows] if world.rank == 0 else None
 
 
 def text_of_first(world: Any, text: str) -> str:
     """Worker 0's `text`, on every worker."""
-    buffer = _buffer_of(text)
-    world.Bcast(buffer)
-    return _text_in(buffer)
+    return _text_in(bytes_of_first(world, _padded(text)))
 
 
 def bytes_of_first(world: Any, own: bytes) -> bytes:
@@ -362,15 +361,12 @@ def bytes_of_first(world: Any, own: bytes) -> bytes:
     return buffer.tobytes()
 
 
-def _buffer_of(text: str) -> np.ndarray:
-    buffer = np.zeros(LONGEST_TEXT_BYTES, np.uint8)
-    data = text.encode()[:LONGEST_TEXT_BYTES]
-    buffer[: len(data)] = np.frombuffer(data, np.uint8)
-    return buffer
+def _padded(text: str) -> bytes:
+    return text.encode()[:LONGEST_TEXT_BYTES].ljust(LONGEST_TEXT_BYTES, b"\0")
 
 
-def _text_in(buffer: np.ndarray) -> str:
-    return buffer.tobytes().rstrip(b"\0").decode(errors="replace")
+def _text_in(data: bytes) -> str:
+    return data.rstrip(b"\0").decode(errors="replace")
 
 
 # RFC 5737: belongs to no machine, so it takes the default route.

@@ -90,82 +90,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "first that failed (128 + s when signal s killed it); "
         f"{START_AGAIN} when the workers have saved and would go on from there."
     )
-    parser.add_argument(
-        "--workers",
-        type=_workers,
-        metavar="N",
-        help="processes (default: 1; with --hosts one per host, with --slurm and --mpi "
-        "what the scheduler gives); MIN:MAX with --max-restarts: at least MIN go on",
+    add = parser.add_argument
+    workers = (
+        "processes (default: 1; with --hosts one per host, with --slurm and --mpi what "
+        "the scheduler gives); MIN:MAX with --max-restarts: at least MIN go on"
     )
-    parser.add_argument(
-        *WORDS_OF_OTHERS,
-        dest="workers",
-        type=_workers,
-        default=argparse.SUPPRESS,
-        help=argparse.SUPPRESS,
-    )
+    add("--workers", type=_workers, metavar="N", help=workers)
+    unseen = argparse.SUPPRESS
+    add(*WORDS_OF_OTHERS, dest="workers", type=_workers, default=unseen, help=unseen)
     _add_restarts(parser)
-    parser.add_argument(
-        "--devices-per-worker",
-        type=integer_from(1),
-        metavar="D",
-        help="replicas of each worker; without GPUs it makes D logical CPUs",
-    )
+    devices = "replicas of each worker; without GPUs it makes D logical CPUs"
+    add("--devices-per-worker", type=integer_from(1), metavar="D", help=devices)
     add_gpu_arguments(parser)
     _add_places(parser)
     add_manifest_arguments(parser)
-    parser.add_argument(
-        "--grace-seconds",
-        type=_seconds,
-        default=GRACE_SECONDS,
-        metavar="S",
-        help="between asking a worker to end and killing it (default: "
-        f"{GRACE_SECONDS:g})",
-    )
-    parser.add_argument(
-        "--log-dir",
-        metavar="FOLDER",
-        help="keep what each worker writes in worker-RANK.log there",
-    )
-    parser.add_argument(
-        "-m", dest="is_module", action="store_true", help="what follows is a module"
-    )
-    parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    default = GRACE_SECONDS
+    grace = f"between asking a worker to end and killing it (default: {default:g})"
+    add("--grace-seconds", type=_seconds, default=default, metavar="S", help=grace)
+    logs = "keep what each worker writes in worker-RANK.log there"
+    add("--log-dir", metavar="FOLDER", help=logs)
+    module = "what follows is a module"
+    add("-m", dest="is_module", action="store_true", help=module)
+    add("program", nargs=argparse.REMAINDER, help=unseen)
 
 
 def _add_places(parser: argparse.ArgumentParser) -> None:
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument("--hosts", metavar="A,B", help="one worker on each, over ssh")
-    where.add_argument("--slurm", action="store_true", help="hand over to srun")
-    where.add_argument("--mpi", action="store_true", help="hand over to mpiexec")
-    where.add_argument(
-        "--kubernetes",
-        metavar="IMAGE",
-        help="print the manifest of a Job, for kubectl apply -f -",
-    )
-    parser.add_argument(
-        "--port",
-        type=integer_from(1, 65535),
-        metavar="P",
-        help="of worker 0, to which all connect (default: a free one)",
-    )
+    add = parser.add_mutually_exclusive_group().add_argument
+    add("--hosts", metavar="A,B", help="one worker on each, over ssh")
+    add("--slurm", action="store_true", help="hand over to srun")
+    add("--mpi", action="store_true", help="hand over to mpiexec")
+    job = "print the manifest of a Job, for kubectl apply -f -"
+    add("--kubernetes", metavar="IMAGE", help=job)
+    port = "of worker 0, to which all connect (default: a free one)"
+    parser.add_argument("--port", type=integer_from(1, 65535), metavar="P", help=port)
 
 
 def _add_restarts(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--max-restarts",
-        type=integer_from(0),
-        default=0,
-        metavar="R",
-        help="start all workers again after a failure, at most R times (default: 0)",
+    add = parser.add_argument
+    most = "start all workers again after a failure, at most R times (default: 0)"
+    add("--max-restarts", type=integer_from(0), default=0, metavar="R", help=most)
+    which = (
+        "with --max-restarts: all workers after a failure, or the one that failed "
+        "while the others go on (Communication(min_hosts=...); default: all)"
     )
-    parser.add_argument(
-        "--restart",
-        choices=("all", "one"),
-        default="all",
-        help="with --max-restarts: all workers after a failure, or the one that failed "
-        "while the others go on (Communication(min_hosts=...); default: all)",
-    )
+    add("--restart", choices=("all", "one"), default="all", help=which)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -265,23 +265,12 @@ def _scalar(value: Any) -> str:
 
 def add_manifest_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options that only `--kubernetes` has."""
-    parser.add_argument(
-        "--jobset", action="store_true", help="with --kubernetes: a JobSet, not a Job"
-    )
-    parser.add_argument(
-        "--gpus",
-        type=integer_from(0),
-        default=0,
-        metavar="G",
-        help="with --kubernetes: GPUs of each worker",
-    )
-    parser.add_argument(
-        "--volume",
-        action="append",
-        default=[],
-        metavar="CLAIM:/PATH",
-        help="with --kubernetes: a PersistentVolumeClaim and its path in the workers",
-    )
+    add = parser.add_argument
+    add("--jobset", action="store_true", help="with --kubernetes: a JobSet, not a Job")
+    gpus = "with --kubernetes: GPUs of each worker"
+    add("--gpus", type=integer_from(0), default=0, metavar="G", help=gpus)
+    volume = "with --kubernetes: a PersistentVolumeClaim and its path in the workers"
+    add("--volume", action="append", default=[], metavar="CLAIM:/PATH", help=volume)
 
 
 def check_manifest_options(options: argparse.Namespace) -> None:

@@ -65,13 +65,9 @@ def local_commands(
 
 def add_gpu_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds `--workers-per-gpu`."""
-    parser.add_argument(
-        "--workers-per-gpu",
-        type=integer_from(1),
-        default=1,
-        metavar="N",
-        help="how many workers of this machine share each of its GPUs (default: 1)",
-    )
+    add, number = parser.add_argument, integer_from(1)
+    what = "how many workers of this machine share each of its GPUs (default: 1)"
+    add("--workers-per-gpu", type=number, default=1, metavar="N", help=what)
 
 
 def check_gpu_options(places: Mapping[str, bool], options: argparse.Namespace) -> None:

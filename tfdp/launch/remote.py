@@ -67,13 +67,13 @@ def _watch(command: WorkerCommand, grace_seconds: float) -> int:
                     (progress.strategies, progress.resumed_step is not None),
                 )
                 if sent != last:
-                    _report(console, PROGRESS_MARK, progress.to_json())
+                    _report(console, PROGRESS_MARK, progress.to_text())
 
         group.run([command], end_of_stdin_stops=True, each_turn=send_news)
         worker = group.workers[0]
         progress, crash = worker.progress, worker.crash
         if progress is not None:
-            _report(console, PROGRESS_MARK, progress.to_json())
+            _report(console, PROGRESS_MARK, progress.to_text())
         if crash is not None:
             _report(console, CRASH_MARK, crash.to_json())
         console.write_the_rest(received)

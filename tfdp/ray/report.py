@@ -10,9 +10,8 @@ from typing import Any
 
 import keras
 
-from tfdp.checks import is_whole
+from tfdp.checks import check_whole
 from tfdp.cluster.scratch import scratch_folder
-from tfdp.errors import ConfigurationError
 
 MODEL_NAME = "model.keras"
 
@@ -52,11 +51,8 @@ class ReportCallback(keras.callbacks.Callback):
 
     def __init__(self, *, every_epochs: int = 1) -> None:
         super().__init__()
-        if not is_whole(every_epochs, least=0):
-            raise ConfigurationError(
-                "ReportCallback.every_epochs must be an int of at least 0 (0: no "
-                f"files). Received: {every_epochs!r}."
-            )
+        name, why = "ReportCallback.every_epochs", " (0: no files)"
+        check_whole(name, every_epochs, least=0, why=why)
         self._every_epochs = every_epochs
         self._train: Any = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 STOCK_DEFAULT = "stock-default"
 REDUCTION_ARMS = (STOCK_DEFAULT, "stock-hierarchical-copy", "stock-one-device", "tfdp")
@@ -31,63 +32,51 @@ class Case:
     description: str
 
 
+_allreduce = partial(Case, suite="allreduce", quick_subject="tiny", arms=REDUCTION_ARMS)
+_train = partial(Case, suite="train", arms=TRAINING_ARMS)
 _ROWS: tuple[Case, ...] = (
-    Case(
-        name="allreduce-resnet50",
-        suite="allreduce",
+    _allreduce(
+        "allreduce-resnet50",
         subject="resnet50",
-        quick_subject="tiny",
-        arms=REDUCTION_ARMS,
         calls=2,
         description="sum of ResNet-50's gradients: 214 tensors, 102 MB a replica",
     ),
-    Case(
-        name="allreduce-bert-base",
-        suite="allreduce",
+    _allreduce(
+        "allreduce-bert-base",
         subject="bert-base",
-        quick_subject="tiny",
-        arms=REDUCTION_ARMS,
         calls=1,
         description="sum of BERT-base's gradients: 199 tensors, 438 MB a replica",
     ),
-    Case(
-        name="train-mlp",
-        suite="train",
+    _train(
+        "train-mlp",
         subject="mlp-20m",
         quick_subject="mlp-tiny",
-        arms=TRAINING_ARMS,
         calls=4,
         description="training of a dense network of 20M parameters, batch 64 a replica",
     ),
-    Case(
-        name="train-cnn",
-        suite="train",
+    _train(
+        "train-cnn",
         subject="cnn-1m",
         quick_subject="cnn-tiny",
-        arms=TRAINING_ARMS,
         calls=8,
         description="training of a small CNN of 1.2M parameters, batch 64 a replica",
     ),
-    Case(
-        name="train-words",
-        suite="train",
+    _train(
+        "train-words",
         subject="words-13m",
         quick_subject="words-tiny",
-        arms=TRAINING_ARMS,
         calls=8,
         description="training of a table of 200,000 words, 20,480 of them a replica",
     ),
-    Case(
-        name="train-tiny",
-        suite="train",
+    _train(
+        "train-tiny",
         subject="mlp-tiny",
         quick_subject="mlp-tiny",
-        arms=TRAINING_ARMS,
         calls=100,
         description="training of 586 parameters: what a strategy adds to each step",
     ),
     Case(
-        name="train-tiny-in-tens",
+        "train-tiny-in-tens",
         suite="execution",
         subject="mlp-tiny-in-tens",
         quick_subject="mlp-tiny-in-tens",

@@ -6,6 +6,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 from tfdp.checks import integer_from
 from tfdp.errors import ConfigurationError
@@ -31,43 +32,50 @@ from tfdp.tools.bench.results import (
 )
 from tfdp.tools.report.text import format_table
 
+FAILED = 2  # the exit code for invalid options
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `tfdp bench`."""
     _add_subject_options(parser)
-    _add_device_options(parser)
-    _add_timing_options(parser)
+    add, count = parser.add_argument, partial(parser.add_argument, type=integer_from(1))
+    replicas = "numbers of replicas to run each case on (default: 2)"
+    count("--devices", nargs="+", metavar="N", default=[2], help=replicas)
+    workers = "measure the arms of several processes, with W of them, one core each"
+    count("--workers", metavar="W", default=1, help=workers)
+    each = "with --workers: logical CPUs of each process (default: 1)"
+    count("--devices-per-worker", metavar="D", default=1, help=each)
+    kinds = "logical CPUs of this machine, or its first GPUs (default: cpu)"
+    add("--device-type", choices=("cpu", "gpu"), default="cpu", help=kinds)
+    count("--repeats", metavar="R", help="figures per arm (default: 20)")
+    threads = "threads of one TensorFlow op, the same for all arms (default: 1)"
+    count("--intra-op-threads", metavar="T", default=1, help=threads)
+    quick = "tiny subjects, 2 repeats: a smoke test, not a measurement"
+    add("--quick", action="store_true", help=quick)
+    add("--json", metavar="PATH", help="also write all figures here")
+    limit = "stop a case that takes longer (default: 900)"
+    count("--timeout-seconds", metavar="S", default=900, help=limit)
 
 
 def _add_subject_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "suite",
-        nargs="?",
-        choices=SUITES,
-        type=_name_among(SUITES),
-        help="allreduce: sums of gradient lists; train: training steps; execution: "
-        "several steps in one call; default: the first two",
+    add = parser.add_argument
+    suites = (
+        "allreduce: sums of gradient lists; train: training steps; execution: several "
+        "steps in one call; default: the first two"
     )
-    parser.add_argument("--list", action="store_true", help="list the cases and stop")
-    parser.add_argument(
-        "--case",
-        nargs="+",
-        choices=CASES,
-        type=_name_among(CASES),
-        metavar="CASE",
-        help="only these cases",
-    )
+    known = _name_among(SUITES)
+    add("suite", nargs="?", choices=SUITES, type=known, help=suites)
+    add("--list", action="store_true", help="list the cases and stop")
+    add = partial(add, nargs="+")
+    known, only = _name_among(CASES), "only these cases"
+    add("--case", choices=CASES, type=known, metavar="CASE", help=only)
     arms = dict.fromkeys([*ARMS, *GROUP_ARMS])
-    parser.add_argument(
-        "--arms",
-        nargs="+",
-        choices=arms,
-        type=_name_among(arms),
-        metavar="ARM",
-        default=(),
-        help=f"compare these instead of a case's own: {', '.join(ARMS)}; with "
-        f"--workers: {', '.join(GROUP_ARMS)}",
+    instead = (
+        f"compare these instead of a case's own: {', '.join(ARMS)}; with --workers: "
+        f"{', '.join(GROUP_ARMS)}"
     )
+    known = _name_among(arms)
+    add("--arms", choices=arms, type=known, metavar="ARM", default=(), help=instead)
 
 
 def _name_among(known: Collection[str]) -> Callable[[str], str]:
@@ -85,76 +93,8 @@ def _name_among(known: Collection[str]) -> Callable[[str], str]:
     return checked
 
 
-def _add_device_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--devices",
-        nargs="+",
-        type=integer_from(1),
-        metavar="N",
-        default=[2],
-        help="numbers of replicas to run each case on (default: 2)",
-    )
-    parser.add_argument(
-        "--workers",
-        type=integer_from(1),
-        metavar="W",
-        default=1,
-        help="measure the arms of several processes, with W of them, one core each",
-    )
-    parser.add_argument(
-        "--devices-per-worker",
-        type=integer_from(1),
-        metavar="D",
-        default=1,
-        help="with --workers: logical CPUs of each process (default: 1)",
-    )
-    parser.add_argument(
-        "--device-type",
-        choices=("cpu", "gpu"),
-        default="cpu",
-        help="logical CPUs of this machine, or its first GPUs (default: cpu)",
-    )
-
-
-def _add_timing_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--repeats",
-        type=integer_from(1),
-        metavar="R",
-        help="figures per arm (default: 20)",
-    )
-    parser.add_argument(
-        "--intra-op-threads",
-        type=integer_from(1),
-        metavar="T",
-        default=1,
-        help="threads of one TensorFlow op, the same for all arms (default: 1)",
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="tiny subjects, 2 repeats: a smoke test, not a measurement",
-    )
-    parser.add_argument("--json", metavar="PATH", help="also write all figures here")
-    parser.add_argument(
-        "--timeout-seconds",
-        type=integer_from(1),
-        metavar="S",
-        default=900,
-        help="stop a case that takes longer (default: 900)",
-    )
-
-
 def run(options: argparse.Namespace) -> int:
-    """Runs `tfdp bench`; returns 1 if a case failed, 2 for invalid options."""
-    try:
-        return _run(options)
-    except ConfigurationError as error:
-        print(f"tfdp bench: {error}", file=sys.stderr)
-        return 2
-
-
-def _run(options: argparse.Namespace) -> int:
+    """Runs `tfdp bench`; returns 1 if a case failed. Invalid options raise."""
     cases = select_cases(options.suite, options.case)
     if not cases:
         raise ConfigurationError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 FLOAT32_BYTES = 4
 Shapes = list[tuple[int, ...]]
@@ -12,6 +13,17 @@ Shapes = list[tuple[int, ...]]
 def count_parameters(shapes: Shapes) -> int:
     """Number of elements in all tensors together."""
     return sum(math.prod(shape) for shape in shapes)
+
+
+def describe_set(name: str, shapes: Shapes) -> dict[str, Any]:
+    """The subject of a reduction, for reports."""
+    parameters = count_parameters(shapes)
+    return {
+        "name": name,
+        "tensors": len(shapes),
+        "parameters": parameters,
+        "bytes_per_replica": parameters * FLOAT32_BYTES,
+    }
 
 
 def _tiny() -> Shapes:

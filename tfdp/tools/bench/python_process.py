@@ -16,13 +16,17 @@ GRACE_SECONDS = 15.0
 
 
 class ProcessFailed(Exception):
-    """`how` the process ended, for use in one line, and the last lines of output."""
+    """`how` the process ended, and the last lines of its output."""
 
     def __init__(self, how: str, last_lines: Sequence[str], took_too_long: bool):
-        super().__init__("\n".join([*last_lines, how]))
+        super().__init__("\n".join([how, *last_lines]))
         self.how = how
         self.last_lines = tuple(last_lines)
         self.took_too_long = took_too_long
+
+    @property
+    def in_a_line(self) -> str:
+        return ": ".join([self.how, *self.last_lines[-1:]])
 
 
 def run_python(words: Sequence[str], timeout_seconds: float, **more: str) -> list[str]:

@@ -14,52 +14,46 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tfdp.errors import DeviceError
-from tfdp.files.checked_json import write_json
+from tfdp.files.checked_json import parse_json, write_json
 from tfdp.tools.bench.python_process import ProcessFailed, run_python
 
 # The most that each logical GPU takes of the one GPU; `tfdp selftest` takes a quarter.
 SPLIT_GPU_MIB = 4096
 
 
-class WorkerFailed(Exception):
-    """The worker left no result; `how` it ended, and the last lines of its output."""
-
-    def __init__(self, how: str, last_lines: Sequence[str] = ()):
-        super().__init__("\n".join([how, *last_lines]))
-        self.how = how
-        self.last_lines = tuple(last_lines)
-
-    @property
-    def in_a_line(self) -> str:
-        return ": ".join([self.how, *self.last_lines[-1:]])
-
-
 def run_worker(
-    module: str, request: Mapping[str, Any], timeout_seconds: float, **more: str
+    module: str,
+    request: Mapping[str, Any],
+    timeout_seconds: float,
+    launcher: Sequence[str] = (),
+    **more: str,
 ) -> Any:
     """Runs `module`, which calls `answer`, on a plain-data request; returns its result.
 
-    `more` are environment variables. Raises WorkerFailed if it fails or takes longer
-    than the timeout; then every process it started is ended.
+    `launcher`: arguments of Python before the module; `more`: environment variables.
+    Raises ProcessFailed if it fails or takes longer than the timeout; then every
+    process it started is ended.
     """
     with tempfile.TemporaryDirectory(prefix="tfdp-") as folder:
         result_path = pathlib.Path(folder, "result.json")
-        words = ["-m", module, json.dumps(request), str(result_path)]
-        try:
-            last_lines = run_python(words, timeout_seconds, **more)
-        except ProcessFailed as error:
-            raise WorkerFailed(error.how, error.last_lines) from None
+        words = [*launcher, "-m", module, json.dumps(request), str(result_path)]
+        last_lines = run_python(words, timeout_seconds, **more)
         if not result_path.exists():
-            raise WorkerFailed("ended without a result", last_lines)
-        return json.loads(result_path.read_text("utf-8"))
+            raise ProcessFailed("ended without a result", last_lines, False)
+        return parse_json(result_path.read_text("utf-8"))
 
 
 def answer(arguments: list[str], find: Callable[[dict[str, Any]], Any]) -> None:
-    """The worker's side: writes what `find` returns for the request to the file."""
+    """The worker's side: writes what `find` returns for the request to the file.
+
+    None: another worker answers.
+    """
     # TensorFlow's start-up log would bury a worker's own error.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     request, result_path = arguments
-    write_json(result_path, find(json.loads(request)))
+    found = find(json.loads(request))
+    if found is not None:
+        write_json(result_path, found)
 
 
 def set_up_devices(
@@ -89,3 +83,19 @@ def set_up_devices(
             "or use --device-type cpu."
         )
     return [f"GPU:{index}" for index in range(count)]
+
+
+def find_devices(count: int, intra_op_threads: int | None = None) -> list[str]:
+    """The first GPUs, or logical CPUs where there are fewer; before TensorFlow starts.
+
+    `intra_op_threads`: of an operation on CPUs; None: TensorFlow's default.
+    """
+    import tensorflow as tf
+
+    import tfdp
+
+    if len(tf.config.list_physical_devices("GPU")) >= count:
+        return [f"GPU:{index}" for index in range(count)]
+    if intra_op_threads is not None:
+        tf.config.threading.set_intra_op_parallelism_threads(intra_op_threads)
+    return tfdp.use_virtual_devices(count)

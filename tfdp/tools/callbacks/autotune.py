@@ -7,14 +7,14 @@ import math
 import statistics
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import keras
 
 from tfdp.callbacks.gather_from_hosts import gather_from_hosts, refuse_strategy
 from tfdp.callbacks.other_callbacks import refuse_others
 from tfdp.callbacks.step_count import StepCount
-from tfdp.checks import is_whole
+from tfdp.checks import check_whole, is_whole
 from tfdp.errors import CollectiveError, ConfigurationError
 from tfdp.exchange.pipeline import GradientPipeline
 from tfdp.hosts.host_link import HostLink
@@ -114,10 +114,7 @@ class Autotune(keras.callbacks.Callback):
             ("settings", settings, 1),
             ("rounds", rounds, LEAST_ROUNDS),
         ):
-            if not is_whole(value, least=least):
-                raise ConfigurationError(
-                    f"{name} must be an int of at least {least}. Received: {value!r}."
-                )
+            check_whole(name, value, least)
         self.steps, self.settings, self.rounds = steps, settings, rounds
         self.sizes = None if sizes is None else checked_pairs(sizes)
         #: The result; None before the tuning ends.
@@ -373,7 +370,7 @@ def chosen_pairs(
     else:
         pairs = [(b, f) for b in BUCKET_BYTES for f in FIRST_BUCKET_BYTES]
         candidates = [*space.settings, *(Setting(*pair) for pair in pairs)]
-    facts = TrialFacts(cast(ModelProfile, space.model), step_seconds, between)
+    facts = TrialFacts(space.model, step_seconds, between)
     tried: set[tuple[Bucket, ...]] = {space.buckets(own)}
     found: list[Setting] = []
     for setting in sorted(

@@ -10,8 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfdp._private.step_trace import StepTrace
-from tfdp.checks import is_whole
-from tfdp.errors import ConfigurationError
+from tfdp.checks import check_whole
 from tfdp.files.asked_for import check_output_path
 from tfdp.files.atomic import replaced
 from tfdp.step.find_optimizers import names_of_updates
@@ -65,11 +64,8 @@ class StepTimeline(keras.callbacks.Callback):
 
     def __init__(self, path: str | os.PathLike[str] = "timeline.html", step: int = 5):
         super().__init__()
-        if not is_whole(step, least=2):
-            raise ConfigurationError(
-                "step must be a whole number of at least 2: in the first step "
-                f"TensorFlow traces the model. Received: {step!r}."
-            )
+        why = ": in the first step TensorFlow traces the model"
+        check_whole("step", step, least=2, why=why)
         self.path = Path(path)
         self.step = step
         #: The path of the trace, once it is written.

@@ -3,35 +3,32 @@
 from __future__ import annotations
 
 import argparse
-import sys
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 from tfdp.checks import integer_from
 from tfdp.cluster.machine import installed_versions
-from tfdp.errors import TfdpError
 from tfdp.files.asked_for import check_output_path, write_json_for
 from tfdp.progress_bar import progress_bar
 from tfdp.strategies.quiet import import_tensorflow_quietly
 from tfdp.strategies.unused import note_used
+from tfdp.tools.bench.worker_process import find_devices
 from tfdp.tools.commands import check_target
 
-HOLDS, FAILS, NOT_CHECKED = 0, 1, 2
+HOLDS, FAILS, FAILED = 0, 1, 2
 STRATEGIES = ("tfdp", "mirrored")
-EPILOG = check_target.wrapped(
-    f"TARGET is {check_target.FORMS}.",
-    f"A function returns {check_target.RETURNS}.",
-    "Exit status: 0 the check holds, or holds except for batch normalization per "
-    "replica, which is by design; 1 it fails; 2 nothing was checked, the check is "
-    "inconclusive, or the report could not be written.",
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `tfdp check`."""
-    parser.epilog = EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    check_target.end_help(
+        parser,
+        f"TARGET is {check_target.FORMS}.",
+        f"A function returns {check_target.RETURNS}.",
+        "Exit status: 0 the check holds, or holds except for batch normalization per "
+        "replica, which is by design; 1 it fails; 2 nothing was checked, the check is "
+        "inconclusive, or the report could not be written.",
+    )
     add, count = parser.add_argument, integer_from(1)
     add("target", metavar="TARGET", help="what to check; see below")
     add(
@@ -53,34 +50,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs `tfdp check`; returns the exit status: 0 holds, 1 fails, 2 not checked."""
-    try:
-        target = check_target.parse_target(options.target)
-        check_output_path("--json", options.json)
+    """Runs `tfdp check`; returns the exit status: 0 holds, 1 fails, 2 inconclusive."""
+    target = check_target.parse_target(options.target)
+    check_output_path("--json", options.json)
+    with check_target.errors_of_target("the target failed on one device"):
         report = _check(target, options)
-    except TfdpError as error:
-        return _failed(f"{error}")
-    except (Exception, SystemExit) as error:
-        # The target's own code failed; its traceback shows where.
-        traceback.print_exc()
-        if isinstance(error, SystemExit):
-            return _failed(check_target.ENDED_ITSELF)
-        return _failed("the target failed on one device")
     print(report)
     if options.json is not None:
         facts = {"target": options.target, "versions": installed_versions()}
-        try:
-            write_json_for("--json", options.json, {**facts, **report.to_json()})
-        except TfdpError as error:
-            return _failed(f"{error}")
+        write_json_for("--json", options.json, {**facts, **report.to_json()})
     if report.inconclusive:
-        return NOT_CHECKED
+        return FAILED
     return HOLDS if report.ok or report.is_intended else FAILS
-
-
-def _failed(reason: str) -> int:
-    print(f"tfdp check: {reason}", file=sys.stderr)
-    return NOT_CHECKED
 
 
 def _check(target: check_target.Target, options: argparse.Namespace) -> Any:
@@ -106,11 +87,7 @@ def _make_devices(replicas: int) -> Callable[[str], Any]:
     import_tensorflow_quietly()
     import tensorflow as tf
 
-    kind = "GPU"
-    if len(tf.config.list_physical_devices("GPU")) < replicas:
-        tfdp.use_virtual_devices(replicas)
-        kind = "CPU"
-    devices = [f"{kind}:{i}" for i in range(replicas)]
+    devices = find_devices(replicas)
 
     def make_strategy(name: str) -> Any:
         note_used()  # suppresses the warning about a strategy without a scope

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import importlib
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-from tfdp.errors import ConfigurationError
+from tfdp.errors import ConfigurationError, TfdpError
 from tfdp.strategies.unused import note_used
 
 FORMS = (
@@ -34,9 +35,10 @@ MODULE_NAME = "tfdp_check_target"
 OPTIONAL_KEYS = ("steps", "batch_size", "seed", "random_layers")
 
 
-def wrapped(*texts: str) -> str:
-    """Texts for the end of a command's help, wrapped."""
-    return "\n".join(textwrap.fill(text, 80) for text in texts)
+def end_help(parser: argparse.ArgumentParser, *texts: str) -> None:
+    """Sets the end of a command's help, each text wrapped."""
+    parser.epilog = "\n".join(textwrap.fill(text, 80) for text in texts)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +71,23 @@ def training_a_target() -> Iterator[None]:
     except SystemExit:
         traceback.print_exc()
         sys.exit(ENDED_ITSELF)
+
+
+@contextlib.contextmanager
+def errors_of_target(failure: str) -> Iterator[None]:
+    """Around the target's own code: prints its traceback, and raises `failure`.
+
+    Raises:
+      ConfigurationError: the code raised an error, or called `sys.exit`.
+    """
+    try:
+        yield
+    except TfdpError:
+        raise
+    except (Exception, SystemExit) as error:
+        traceback.print_exc()
+        is_exit = isinstance(error, SystemExit)
+        raise ConfigurationError(ENDED_ITSELF if is_exit else failure) from None
 
 
 def parse_target(text: str) -> Target:

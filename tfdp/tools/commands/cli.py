@@ -20,7 +20,8 @@ from typing import NoReturn
 from tfdp._version import __version__
 from tfdp.errors import TfdpError
 
-# Name -> (module with add_arguments(parser) and run(options), one line of help).
+# Name -> (module with add_arguments(parser) and run(options), one line of help). FAILED
+# of the module is the exit code where `run` raises; else 1.
 _HERE = "tfdp.tools.commands"
 COMMANDS = {
     "info": (f"{_HERE}.info", "devices, versions and what tfdp would choose, and why"),
@@ -95,7 +96,8 @@ def make_parser(chosen: str | None = None) -> argparse.ArgumentParser:
             continue
         module = importlib.import_module(module_name)
         module.add_arguments(subparser)
-        subparser.set_defaults(run=module.run)
+        failed = getattr(module, "FAILED", 1)
+        subparser.set_defaults(run=module.run, command=name, failed=failed)
     return parser
 
 
@@ -116,8 +118,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
         return code
     except TfdpError as error:
-        print(f"tfdp: {error}", file=sys.stderr)
-        return 1
+        print(f"tfdp {options.command}: {error}", file=sys.stderr)
+        return options.failed
     except BrokenPipeError:
         # The reader (`| head`) has exited; at exit Python would write to it again.
         _discard_output()

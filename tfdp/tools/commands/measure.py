@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import itertools
-import json
 import pathlib
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from tfdp.checks import integer_from
 from tfdp.errors import ConfigurationError
 from tfdp.files.asked_for import check_output_path, written_for
-from tfdp.files.checked_json import write_json
 from tfdp.tools.bench.processes.two_hosts import check_rate
+from tfdp.tools.bench.worker_process import answer, find_devices
 from tfdp.tools.commands.check_target import (
     load_target,
     parse_target,
     training_a_target,
 )
 from tfdp.tools.commands.tune_processes import TrialFailed, result_of
+from tfdp.tools.commands.tune_trial import timed_steps
 from tfdp.tools.measuring.machine import (
     CASES_OF_MODELS,
     LOOPBACK,
@@ -30,17 +29,17 @@ from tfdp.tools.measuring.machine import (
     measure_machine,
 )
 from tfdp.tools.simulator.measured import MeasuredMachine, MeasuredModel, write_machine
-from tfdp.tools.simulator.model import Gradient, ModelProfile
+from tfdp.tools.simulator.model import ModelProfile
 
 DEFAULT_MODELS = ("cnn-1m", "mlp-20m", "resnet20")
 QUICK_MODELS = ("mlp-tiny",)
 DEFAULT_BATCH = 32
-NOT_WRITTEN = 2
+FAILED = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `tfdp measure`."""
-    add, whole = parser.add_argument, partial(parser.add_argument, type=int)
+    add, whole = parser.add_argument, partial(parser.add_argument, type=integer_from(1))
     add("--output", required=True, metavar="FILE", help="the file to write")
     add(
         "--models",
@@ -69,21 +68,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures, writes and prints; returns the exit code: 2 if it cannot write."""
+    """Measures, writes and prints; returns the exit code."""
     path = pathlib.Path(options.output)
-    try:
-        check_output_path("--output", options.output)
-    except ConfigurationError as error:
-        print(f"tfdp measure: {error}", file=sys.stderr)
-        return NOT_WRITTEN
+    check_output_path("--output", options.output)
     if options.batch is not None and options.target is None:
         raise ConfigurationError("--batch acts only with --target.")
-    for name in ("repeats", "timeout_seconds", "batch"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ConfigurationError(
-                f"--{name.replace('_', '-')} must be at least 1. Received: {value}."
-            )
     if options.link != LOOPBACK:
         check_rate(options.link)
     wanted = {"1x1", *(options.places or map(str, PLACES))}
@@ -112,12 +101,8 @@ def run(options: argparse.Namespace) -> int:
         others=others,
     )
     print(format_machine(machine))
-    try:
-        with written_for("--output", path):
-            write_machine(machine, path)
-    except ConfigurationError as error:
-        print(f"tfdp measure: {error}", file=sys.stderr)
-        return NOT_WRITTEN
+    with written_for("--output", path):
+        write_machine(machine, path)
     print(f"wrote {path.absolute()}")
     return 0
 
@@ -149,8 +134,7 @@ def format_machine(machine: MeasuredMachine) -> str:
 
 
 # The user's own model. TensorFlow fixes its devices when it starts, so each number of
-# replicas is timed in a process: `python -m tfdp.tools.commands.measure ORDERS` (JSON).
-WARM_UP_STEPS = 3
+# replicas is timed in a process: `python -m tfdp.tools.commands.measure`.
 
 
 def name_of_target(text: str) -> str:
@@ -194,32 +178,20 @@ def measure_target(
         found = _run_process(text, number, samples, steps, timeout_seconds)
         seconds[1, number] = statistics.median(found["seconds"])
         profile = found["profile"]
-    gradients = tuple(Gradient(*each) for each in profile["gradients"])
-    flops = profile["forward_flops_per_sample"]
-    model = ModelProfile(name_of_target(text), gradients, flops)
+    model = ModelProfile.from_plain(name_of_target(text), profile)
     return MeasuredModel(model, samples, seconds)
 
 
 def _run_process(
     text: str, replicas: int, samples: int, steps: int, timeout_seconds: float
 ) -> dict[str, Any]:
-    orders = {"text": text, "replicas": replicas, "samples": samples, "steps": steps}
-    words = ["-m", "tfdp.tools.commands.measure"]
+    request = {"text": text, "replicas": replicas, "samples": samples, "steps": steps}
     try:
-        return result_of(words, orders, timeout_seconds)
+        return result_of("tfdp.tools.commands.measure", request, timeout_seconds)
     except (TrialFailed, OSError) as error:
         raise ConfigurationError(
             f"{text}: could not be trained on {replicas} replicas:\n{error}"
         ) from None
-
-
-def main(arguments: list[str]) -> None:
-    """Entry point of the process."""
-    orders = json.loads(arguments[0])
-    path = orders.pop("result_path")
-    with training_a_target():
-        figures = _figures(**orders)
-    write_json(path, figures)
 
 
 def _figures(text: str, replicas: int, samples: int, steps: int) -> dict[str, Any]:
@@ -227,44 +199,20 @@ def _figures(text: str, replicas: int, samples: int, steps: int) -> dict[str, An
 
     import_tensorflow_quietly()
     import keras
-    import tensorflow as tf
 
     import tfdp
     from tfdp.tools.bench.processes.arms import without_sums
-    from tfdp.tools.planning.keras_profile import inputs_of, profile_of
-    from tfdp.tools.testing.batches import collect_batches, row_count, take_rows
 
-    if len(tf.config.list_physical_devices("GPU")) >= replicas:
-        devices = [f"GPU:{number}" for number in range(replicas)]
-    else:
-        # As in the benchmarks: one core for each logical CPU.
-        tf.config.threading.set_intra_op_parallelism_threads(1)
-        devices = tfdp.use_virtual_devices(replicas)
+    # As in the benchmarks: one core for each logical CPU.
+    devices = find_devices(replicas, intra_op_threads=1)
     strategy = without_sums(tfdp.DataParallelStrategy(devices))
     target = load_target(parse_target(text))
     keras.utils.set_random_seed(0)
     with strategy.scope():
         model = target.build()
-    rows = samples * replicas
-    (batch,) = collect_batches(target.data, 1, rows)
-    own = row_count(batch)
-    batch = take_rows(batch, [row % own for row in range(rows)])
-    ends: list[float] = []
-    clock = keras.callbacks.LambdaCallback(
-        on_train_batch_end=lambda batch, logs: ends.append(time.perf_counter())
-    )
-    local_batch = take_rows(batch, list(range(samples)))
-    dataset = tf.data.Dataset.from_tensors(batch).repeat()
-    count = WARM_UP_STEPS + steps
-    model.fit(dataset, steps_per_epoch=count, verbose=0, callbacks=[clock])
-    return {
-        "profile": profile_of(model, inputs_of(model, local_batch)),
-        "seconds": [
-            after - before
-            for before, after in itertools.pairwise(ends[WARM_UP_STEPS - 1 :])
-        ],
-    }
+    return timed_steps(model, target.data, samples * replicas, samples, steps)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    with training_a_target():
+        answer(sys.argv[1:], lambda request: _figures(**request))

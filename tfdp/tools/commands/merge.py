@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import traceback
+
+from tfdp.errors import ConfigurationError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +41,6 @@ def run(options: argparse.Namespace) -> int:
     except SystemExit:
         # Whatever its code: 0 would report that the file was written.
         traceback.print_exc()
-        print(f"tfdp: nothing was merged: {ENDED_ITSELF}", file=sys.stderr)
-        return 1
+        raise ConfigurationError(f"nothing was merged: {ENDED_ITSELF}") from None
     print(f"wrote {path} ({path.stat().st_size:,} bytes)")
     return 0

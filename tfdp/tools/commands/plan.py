@@ -5,34 +5,32 @@ from __future__ import annotations
 import argparse
 import pathlib
 import sys
-import traceback
 from functools import partial
 from typing import Any
 
 from tfdp.checks import integer_from
 from tfdp.cluster.machine import installed_versions
-from tfdp.errors import TfdpError
+from tfdp.errors import ConfigurationError
 from tfdp.files.asked_for import check_output_paths, write_json_for, write_text_for
 from tfdp.plan.shards import SHARD_STAGES, Sharding
 from tfdp.progress_bar import progress_bar
 from tfdp.strategies.quiet import NOT_NEEDED_FOR_A_STEP, import_tensorflow_quietly
-from tfdp.tools.commands.check_target import ENDED_ITSELF, wrapped
+from tfdp.tools.commands.check_target import end_help, errors_of_target
 from tfdp.tools.commands.plan_model import FORMS, bytes_of, load_model
 
-FITS, DOES_NOT_FIT, NOT_PLANNED = 0, 1, 2
-EPILOG = wrapped(
-    f"MODEL is {FORMS}.",
-    "Exit status: 0 it fits, or no memory was given; 1 it does not; 2 nothing was "
-    "planned, or a file could not be written.",
-)
+FITS, DOES_NOT_FIT, FAILED = 0, 1, 2
 # Those of `tfdp.remat`, whose import would load TensorFlow.
 POLICIES = ("each", "segments", "whole")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `tfdp plan`."""
-    parser.epilog = EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    end_help(
+        parser,
+        f"MODEL is {FORMS}.",
+        "Exit status: 0 it fits, or no memory was given; 1 it does not; 2 nothing was "
+        "planned, or a file could not be written.",
+    )
     add = parser.add_argument
     count = partial(parser.add_argument, type=integer_from(1))
     add("model", metavar="MODEL", help="what to plan; see below")
@@ -60,54 +58,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs `tfdp plan`; returns the exit status: 0 fits, 1 does not, 2 not planned."""
+    """Runs `tfdp plan`; returns the exit status: 0 fits, 1 does not."""
     if options.device_type is not None:
         print(
             "tfdp plan: --device-type is deprecated and has no effect: replicas on "
             "CPUs need what replicas on GPUs need",
             file=sys.stderr,
         )
-    try:
-        memory_bytes = None if options.memory is None else bytes_of(options.memory)
-        sharding = _sharding(options)
-        check_output_paths({"--json": options.json, "--page": options.page})
-        answer = _answer(options, sharding, memory_bytes)
-    except TfdpError as error:
-        return _failed(f"{error}")
-    except MemoryError as error:
-        return _failed(f"such a batch does not fit here: {error}")
-    except (Exception, SystemExit) as error:
-        # The target's own code failed; its traceback shows where.
-        traceback.print_exc()
-        if isinstance(error, SystemExit):
-            return _failed(ENDED_ITSELF)
-        if isinstance(error, _NotLoaded):
-            return _failed(f"{options.model} could not be loaded")
-        return _failed("the model's step could not be traced")
+    memory_bytes = None if options.memory is None else bytes_of(options.memory)
+    sharding = _sharding(options)
+    check_output_paths({"--json": options.json, "--page": options.page})
+    with errors_of_target("the model's step could not be traced"):
+        try:
+            answer = _answer(options, sharding, memory_bytes)
+        except MemoryError as error:
+            raise ConfigurationError(
+                f"such a batch does not fit here: {error}"
+            ) from None
     answer.print()
-    try:
-        _write(answer, options)
-    except TfdpError as error:
-        return _failed(f"{error}")
-    return DOES_NOT_FIT if answer.plan.fits is False else FITS
-
-
-def _failed(reason: str) -> int:
-    print(f"tfdp plan: {reason}", file=sys.stderr)
-    return NOT_PLANNED
-
-
-class _NotLoaded(Exception):
-    """The target's own code failed before it returned a model."""
-
-
-def _write(answer: Any, options: argparse.Namespace) -> None:
     if options.json is not None:
         document = {"versions": installed_versions(), **answer.to_json()}
         write_json_for("--json", options.json, document)
     if options.page is not None:
         write_text_for("--page", options.page, answer.page())
         print(f"page with charts: {pathlib.Path(options.page).absolute()}")
+    return DOES_NOT_FIT if answer.plan.fits is False else FITS
 
 
 def _answer(
@@ -119,12 +94,8 @@ def _answer(
     from tfdp.tools.planning.ways import largest_batch, ways_to_fit
 
     have_devices(options.replicas, is_offloading=sharding.offloads)
-    try:
+    with errors_of_target(f"{options.model} could not be loaded"):
         build, batch = load_model(options.model, options.batch)
-    except TfdpError:
-        raise
-    except Exception as error:
-        raise _NotLoaded(f"{type(error).__name__}: {error}") from error
     planner = Planner(
         build,
         batch,

@@ -14,6 +14,7 @@ from typing import Any
 
 from tfdp.errors import ConfigurationError
 from tfdp.files.asked_for import check_output_path, write_text_for
+from tfdp.files.checked_json import finite
 from tfdp.tools.report.learning_curve import draw_page
 from tfdp.tools.report.text import format_table
 from tfdp.tools.simulator.failures import Jitter, Reliability
@@ -29,6 +30,7 @@ from tfdp.tools.simulator.sums import ALGORITHMS
 
 MOST_DEVICES = 16_384
 DEFAULT_BATCH = 32
+FAILED = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,18 +102,15 @@ def run(options: argparse.Namespace) -> int:
         _reject_other_options(options)
         print(known_names() if options.list else published_table())
         return 0
-    try:
-        check_output_path("--plot", options.plot)
-    except ConfigurationError as error:
-        print(f"tfdp simulate: {error}", file=sys.stderr)
-        return 2
+    check_output_path("--plot", options.plot)
     training = training_of(options)
     devices = options.devices or device_counts(
         1, MOST_DEVICES, training.machine.devices_per_host
     )
     curve = scaling_curve(training, devices)
     if options.json:
-        print(json.dumps(curve_values(training, curve), indent=1))
+        values = curve_values(training, curve)
+        print(json.dumps(finite(values, lambda _: None), indent=1))
     else:
         print(curve_table(training, curve))
     if options.plot is not None:
@@ -179,7 +178,7 @@ def _lossy(options: argparse.Namespace) -> Lossy | None:
         # A GPU compresses while it computes, which slows down the computing.
         way = KNOWN_WAYS[options.lossy]
     if rate is not None:
-        positive("tfdp simulate", "--coding-bytes-per-second", rate)
+        positive("", "--coding-bytes-per-second", rate)
         way = dataclasses.replace(way, bytes_per_second=rate, keeps=False)
     return way
 
@@ -196,14 +195,14 @@ def _known_training(options: argparse.Namespace) -> Training:
             machine, devices_per_host=options.devices_per_host
         )
     samples = DEFAULT_BATCH if options.batch is None else options.batch
-    whole("tfdp simulate", "--batch", samples)
+    whole("", "--batch", samples)
     if options.samples_per_second is not None:
         if options.flops_per_second is not None:
             raise ConfigurationError(
                 "--samples-per-second and --flops-per-second both set how fast a "
                 "device is: leave one out."
             )
-        positive("tfdp simulate", "--samples-per-second", options.samples_per_second)
+        positive("", "--samples-per-second", options.samples_per_second)
         seconds = samples / options.samples_per_second
         return Training(model, Compute.from_seconds(seconds, samples), machine)
     flops_per_second = options.flops_per_second
@@ -303,7 +302,7 @@ def curve_table(training: Training, curve: Sequence[StepPrediction]) -> str:
 
 
 def curve_values(training: Training, curve: Sequence[StepPrediction]) -> dict[str, Any]:
-    """The curve as plain data, in which None stands for infinity."""
+    """The curve as plain data."""
     return {
         "model": training.model.name,
         "machine": training.machine.name,
@@ -317,13 +316,13 @@ def curve_values(training: Training, curve: Sequence[StepPrediction]) -> dict[st
             {
                 "devices": step.devices,
                 "hosts": step.topology.hosts,
-                "step_seconds": _finite(step.step_seconds),
+                "step_seconds": step.step_seconds,
                 "samples_per_second": step.samples_per_second,
                 "efficiency": step.efficiency,
-                "part_seconds": {p: _finite(s) for p, s in step.part_seconds.items()},
+                "part_seconds": step.part_seconds,
                 "sum_seconds": step.sum_seconds,
                 "largest_loss": step.largest_loss,
-                "price_per_million_samples": _finite(step.price_per_million_samples),
+                "price_per_million_samples": step.price_per_million_samples,
             }
             for step in curve
         ],
@@ -393,10 +392,6 @@ def _shares(step: StepPrediction) -> dict[str, float]:
     if math.isinf(step.step_seconds):
         return {part: float(math.isinf(step.part_seconds[part])) for part in PARTS}
     return lost_shares(step)
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _log10(value: float) -> float:

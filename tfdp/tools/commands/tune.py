@@ -9,39 +9,38 @@ import math
 import os
 import pathlib
 import statistics
-import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from tfdp.checks import integer_from
 from tfdp.cluster.machine import installed_versions, usable_cores
-from tfdp.errors import ConfigurationError, TfdpError
+from tfdp.errors import ConfigurationError
 from tfdp.files.asked_for import check_output_paths, write_json_for, write_text_for
 from tfdp.launch.local import own_gpus
 from tfdp.tools.bench.python_process import ended_together
-from tfdp.tools.commands.check_target import parse_target, wrapped
+from tfdp.tools.commands.check_target import end_help, parse_target
 from tfdp.tools.commands.plan_model import FORMS, bytes_of
 from tfdp.tools.commands.tune_processes import Trials
 from tfdp.tools.commands.tune_run import Finished, TuneRun
-from tfdp.tools.report.html_page import html_page, legend, svg_line, svg_text
+from tfdp.tools.report.charts import PART_BARS_STYLE, part_bars
+from tfdp.tools.report.html_page import html_page, legend
 from tfdp.tools.tune.space import LOSSY, Place, Setting, knobs_of
 from tfdp.tools.tune.tuning import Trial
 from tfdp.tools.tune.words import changes_in_words
 
-TUNED, NOT_TUNED = 0, 2
-EPILOG = wrapped(
-    f"TARGET is {FORMS}.",
-    "Exit status: 0 tuned, perhaps with the defaults as the result; 2 nothing was "
-    "tuned, or a file could not be written.",
-)
+FAILED = 2
 DEFAULTS = {"trials": 12, "minutes": 15.0, "steps": 20, "rounds": 3, "finalists": 2}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `tfdp tune`."""
-    parser.epilog = EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    end_help(
+        parser,
+        f"TARGET is {FORMS}.",
+        "Exit status: 0 tuned, perhaps with the defaults as the result; 2 nothing was "
+        "tuned, or a file could not be written.",
+    )
     add = parser.add_argument
     count = partial(parser.add_argument, type=integer_from(1))
     add("target", metavar="TARGET", help="what to train; see below")
@@ -79,19 +78,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs `tfdp tune`; returns the exit status: 0 tuned, 2 not."""
-    try:
-        tuner = _run_of(options)
-        with ended_together():
-            found = tuner.run()
-        _write(found, options)
-    except TfdpError as error:
-        print(f"tfdp tune: {error}", file=sys.stderr)
-        return NOT_TUNED
-    return TUNED
-
-
-def _write(found: Finished, options: argparse.Namespace) -> None:
+    """Runs `tfdp tune`; returns 0. Raises where nothing was tuned or written."""
+    tuner = _run_of(options)
+    with ended_together():
+        found = tuner.run()
     if options.json is not None:
         write_json_for("--json", options.json, _document(options, found))
     if options.page is not None:
@@ -99,6 +89,7 @@ def _write(found: Finished, options: argparse.Namespace) -> None:
         page = draw_trials(title, found.lines, found.trials, found.verdict.winner)
         write_text_for("--page", options.page, page)
         print(f"page with charts: {pathlib.Path(options.page).absolute()}")
+    return 0
 
 
 def _run_of(options: argparse.Namespace) -> TuneRun:
@@ -164,7 +155,6 @@ def _document(options: argparse.Namespace, found: Finished) -> dict[str, Any]:
 
 
 COLOURS = {"the winner": "#2f7d4f", "the baseline": "#d9a521", "others": "#9dbbdb"}
-_WIDTH, _LEFT, _RIGHT, _BAR, _GAP, _TOP = 1200, 620, 110, 22, 8, 10
 
 
 def draw_trials(
@@ -181,37 +171,21 @@ def draw_trials(
         "<p>Bars: samples per second, in the final rounds if there were any, else in "
         "the search. Black: from the slowest to the fastest round.</p>",
         f"<h2>Log</h2>\n<pre>{log}</pre>",
+        style=PART_BARS_STYLE,
     )
 
 
 def _chart(trials: Sequence[Trial], winner: Setting) -> str:
-    ran = [trial for trial in trials if trial.speed is not None]
-    most = max([max([t.speed or 0.0, *t.rounds]) for t in ran], default=1.0)
-    scale = (_WIDTH - _LEFT - _RIGHT) / most
-    height = _TOP + len(trials) * (_BAR + _GAP)
-    lines = [
-        f'<svg width="{_WIDTH}" height="{height}" viewBox="0 0 {_WIDTH} {height}" '
-        'role="img" aria-label="samples per second by setting">'
-    ]
-    for number, trial in enumerate(trials):
-        y = _TOP + number * (_BAR + _GAP)
+    bars, ranges = [], {}
+    for trial in trials:
         name = changes_in_words(trial.setting)
-        lines.append(svg_text(_LEFT - 8, y + 15, name, "end"))
         if trial.speed is None:
-            lines.append(svg_text(_LEFT + 4, y + 15, "failed", "start"))
+            bars.append((name, "failed", dict[str, float]()))
             continue
         speed = statistics.median(trial.rounds) if trial.rounds else trial.speed
         kind = "the baseline" if trial is trials[0] else "others"
-        colour = COLOURS["the winner" if trial.setting == winner else kind]
-        lines.append(
-            f'<rect x="{_LEFT}" y="{y}" width="{speed * scale:.1f}" height="{_BAR}" '
-            f'fill="{colour}"/>'
-        )
+        kind = "the winner" if trial.setting == winner else kind
+        bars.append((name, f"{speed:,.1f}", {kind: speed}))
         if len(trial.rounds) > 1:
-            slowest, fastest = min(trial.rounds) * scale, max(trial.rounds) * scale
-            middle = y + _BAR / 2
-            start, end = _LEFT + slowest, _LEFT + fastest
-            lines.append(svg_line(start, middle, end, middle, "#000", 2))
-        x = _LEFT + max([speed, *trial.rounds]) * scale + 6
-        lines.append(svg_text(x, y + 15, f"{speed:,.1f}", "start"))
-    return "\n".join([*lines, "</svg>"])
+            ranges[name] = min(trial.rounds), max(trial.rounds)
+    return part_bars(bars, COLOURS, "samples per second", ranges=ranges)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import pathlib
 import statistics
-import tempfile
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfdp.checks import is_number
 from tfdp.errors import TfdpError
-from tfdp.files.checked_json import parse_json
-from tfdp.tools.bench.python_process import ProcessFailed, run_python
-from tfdp.tools.commands.tune_trial import TrialOrders
+from tfdp.tools.bench.python_process import ProcessFailed
+from tfdp.tools.bench.worker_process import run_worker
 from tfdp.tools.simulator.machine import Link
-from tfdp.tools.simulator.model import Gradient, ModelProfile
+from tfdp.tools.simulator.model import ModelProfile
 from tfdp.tools.tune.proposal import COMPUTE_SHARE, TrialFacts
 from tfdp.tools.tune.space import Place, Setting
 
@@ -47,66 +44,43 @@ class Trials:
 
     def measure(self, setting: Setting, with_facts: bool = False) -> Measured:
         """Times one setting in fresh processes; raises TrialFailed."""
-        place, words = self.place, ["-m", "tfdp.tools.commands.tune_trial"]
+        place = self.place
+        launcher: list[str] = []
         if place.processes > 1:
-            launch = ["-m", "tfdp", "launch", "--workers", str(place.processes)]
-            words = [*launch, "--devices-per-worker", str(place.replicas), *words]
-        orders = TrialOrders(
-            self.target,
-            place.rows,
-            place.processes,
-            place.replicas,
-            setting.as_json(),
-            self.steps,
-            self.timeout_seconds,
-            with_facts,
-        )
-        seconds = self.timeout_seconds
+            launcher = ["-m", "tfdp", "launch", "--workers", str(place.processes)]
+            launcher += ["--devices-per-worker", str(place.replicas)]
+        request = dataclasses.asdict(self)
+        request |= {"setting": setting.as_json(), "with_facts": with_facts}
+        module, seconds = "tfdp.tools.commands.tune_trial", self.timeout_seconds
         try:
-            found = result_of(words, dataclasses.asdict(orders), seconds)
-            return _parse(found)
+            return _parse(result_of(module, request, seconds, launcher))
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise TrialFailed(f"it wrote no result: {error!r}") from None
 
 
 def result_of(
-    words: list[str], orders: dict[str, Any], timeout_seconds: float, **more: str
+    module: str,
+    request: Mapping[str, Any],
+    timeout_seconds: float,
+    launcher: Sequence[str] = (),
+    **more: str,
 ) -> Any:
-    """Runs this Python with `words` and `orders` as JSON; returns its JSON result."""
-    with tempfile.TemporaryDirectory(prefix="tfdp-tune-") as folder:
-        path = pathlib.Path(folder, "result.json")
-        last = json.dumps({**orders, "result_path": str(path)})
-        run_module([*words, last], timeout_seconds, **more)
-        return parse_json(path.read_text("utf-8"))
-
-
-def run_module(words: list[str], timeout_seconds: float, **more: str) -> None:
-    """Runs this Python with the arguments `words`, and ends it and all its children.
-
-    Args:
-      words: arguments of the interpreter.
-      timeout_seconds: its time limit.
-      **more: environment variables.
-
-    Raises:
-      TrialFailed: it failed or took too long; with its last lines.
-    """
+    """As `run_worker`; raises TrialFailed, with the last lines and what to do."""
     try:
-        run_python(words, timeout_seconds, **more)
+        return run_worker(module, request, timeout_seconds, launcher, **more)
     except ProcessFailed as error:
         hint = ". Give a larger --timeout-seconds." if error.took_too_long else ""
-        raise TrialFailed(f"{error}{hint}") from None
+        reason = "\n".join([*error.last_lines, f"{error.how}{hint}"])
+        raise TrialFailed(reason) from None
 
 
 def _parse(found: Any) -> Measured:
     seconds = tuple(found["seconds"])
     if not seconds or not all(is_number(s) and s > 0 for s in seconds):
         raise ValueError(f"no seconds: {seconds!r}")
-    gradients = tuple(Gradient(*each) for each in found["profile"]["gradients"])
-    flops = found["profile"]["forward_flops_per_sample"]
     link = None
     if "link" in found:
         link = Link(**found["link"], compute_share=COMPUTE_SHARE)
-    model = ModelProfile("target", gradients, flops)
+    model = ModelProfile.from_plain("target", found["profile"])
     facts = TrialFacts(model, statistics.median(seconds), link)
     return Measured(seconds, str(found["engine"]), facts)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import os
 import sys
 import time
@@ -12,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tfdp.errors import ConfigurationError
-from tfdp.files.checked_json import write_json
 from tfdp.plan.shards import shard_stage
 from tfdp.progress_bar import progress_bar
+from tfdp.tools.bench.worker_process import answer
 from tfdp.tools.commands.plan_model import load_model
 from tfdp.tools.commands.tune_processes import TrialFailed, Trials, result_of
 from tfdp.tools.tune.proposal import in_order
@@ -23,7 +22,7 @@ from tfdp.tools.tune.tuning import Trial, Tuning, Verdict, search_of
 from tfdp.tools.tune.words import Terms, line_of_round, line_of_trial, outcome
 
 # Plans the memory in a process in which TensorFlow takes no GPU, since the trials need
-# them: `python -m tfdp.tools.commands.tune_run ORDERS` (JSON).
+# them: `python -m tfdp.tools.commands.tune_run`.
 
 # The options that decide the memory.
 Stored = tuple[str, bool, int]
@@ -44,21 +43,15 @@ def what_fits(
       memory_bytes: of one replica.
       stored: the ways to plan.
     """
-    orders = {
+    request = {
         "target": target,
         "place": [place.rows, place.processes, place.replicas],
         "memory_bytes": memory_bytes,
         "stored": [list(each) for each in stored],
     }
-    words = ["-m", "tfdp.tools.commands.tune_run"]
-    found = result_of(words, orders, TIMEOUT_SECONDS, CUDA_VISIBLE_DEVICES="")
+    module = "tfdp.tools.commands.tune_run"
+    found = result_of(module, request, TIMEOUT_SECONDS, CUDA_VISIBLE_DEVICES="")
     return {tuple(each): (peak_bytes, fits) for each, peak_bytes, fits in found}
-
-
-def main(arguments: list[str]) -> None:
-    """Entry point of the process."""
-    orders = json.loads(arguments[0])
-    write_json(orders.pop("result_path"), _answers(**orders))
 
 
 def _answers(
@@ -264,4 +257,4 @@ class TuneRun:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    answer(sys.argv[1:], lambda request: _answers(**request))

@@ -1,113 +1,94 @@
 """One trial of `tfdp tune`: a few steps of the user's model with one setting.
 
 TensorFlow fixes its devices when it starts, so a trial runs in its own processes:
-`python -m tfdp.tools.commands.tune_trial ORDERS` (JSON). Rank 0 writes the result.
+`python -m tfdp.tools.commands.tune_trial`. Rank 0 answers.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 from tfdp.errors import ConfigurationError
-from tfdp.files.checked_json import write_json
 from tfdp.hosts.link_speed import speed_of_sums
+from tfdp.tools.bench.worker_process import answer, find_devices
 from tfdp.tools.commands.check_target import (
     load_target,
     parse_target,
     training_a_target,
 )
 from tfdp.tools.commands.plan_model import load_model
-from tfdp.tools.tune.space import Setting
+from tfdp.tools.tune.space import Place, Setting
 
 WARM_UP_STEPS = 3
 
 
-@dataclasses.dataclass(frozen=True)
-class TrialOrders:
-    """Arguments of the processes of a trial."""
-
-    target: str  # as `tfdp check` takes it
-    rows: int  # of the global batch
-    processes: int
-    replicas: int  # of each process
-    setting: dict[str, Any]  # as JSON
-    steps: int  # that are timed
-    timeout_seconds: float  # of exchanges between the processes
-    with_facts: bool  # whether to measure the link, too
-
-
-def main(arguments: list[str]) -> None:
-    """Entry point of a process."""
-    orders = json.loads(arguments[0])
-    path = orders.pop("result_path")
-    with training_a_target():
-        figures, is_chief = _figures(TrialOrders(**orders))
-    if is_chief:
-        write_json(path, figures)
-
-
-def _figures(orders: TrialOrders) -> tuple[dict[str, Any], bool]:
+def _figures(request: dict[str, Any]) -> dict[str, Any] | None:
+    """What `Trials.measure` requests; None: not on this rank."""
     from tfdp.strategies.quiet import import_tensorflow_quietly
 
     import_tensorflow_quietly()
     import keras
 
     from tfdp import remat
-    from tfdp.tools.planning.keras_profile import inputs_of, profile_of
 
-    setting = Setting.from_json(orders.setting)
-    strategy = _strategy(orders, setting)
-    build, data = _target(orders)
+    setting, place = Setting.from_json(request["setting"]), Place(**request["place"])
+    strategy = _strategy(place, setting, request["timeout_seconds"])
+    build, data = _target(request["target"], place.rows)
     keras.utils.set_random_seed(0)
     with strategy.scope():
         model = build()
     if setting.remat:
         remat(model)
     _accumulate(model, setting.accumulation_steps)
+    own_rows = max(1, place.rows // place.all_replicas)
+    together = setting.accumulation_steps
+    figures = timed_steps(model, data, place.rows, own_rows, request["steps"], together)
+    figures["engine"] = strategy.engine_name
+    link = getattr(strategy, "link", None)
+    if request["with_facts"] and link is not None:
+        figures["link"] = dataclasses.asdict(speed_of_sums(link))
+    return figures if strategy.is_chief else None
+
+
+def timed_steps(
+    model: Any, data: Any, rows: int, own_rows: int, steps: int, together: int = 1
+) -> dict[str, Any]:
+    """Seconds of `steps` whole batches of `rows` rows, and the model's profile.
+
+    `own_rows`: of a replica; `together`: steps of a whole batch (accumulation).
+    """
+    import keras
+
+    from tfdp.tools.planning.keras_profile import inputs_of, profile_of
+
     ends: list[tuple[int, float]] = []
     clock = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: ends.append((batch, time.perf_counter()))
     )
-    together = setting.accumulation_steps
-    steps = WARM_UP_STEPS + orders.steps * together
-    dataset = _batches(data, model, orders.rows // together)
-    model.fit(dataset, steps_per_epoch=steps, verbose=0, callbacks=[clock])
-    batch = next(iter(dataset))
-    own_rows = max(1, orders.rows // (orders.processes * orders.replicas))
-    figures = {
-        "engine": strategy.engine_name,
-        "seconds": _seconds(ends, orders.steps, together),
-        "profile": profile_of(model, [x[:own_rows] for x in inputs_of(model, batch)]),
-    }
-    link = getattr(strategy, "link", None)
-    if orders.with_facts and link is not None:
-        figures["link"] = dataclasses.asdict(speed_of_sums(link))
-    return figures, strategy.is_chief
+    count = WARM_UP_STEPS + steps * together
+    dataset = _batches(data, model, rows // together)
+    model.fit(dataset, steps_per_epoch=count, verbose=0, callbacks=[clock])
+    inputs = [x[:own_rows] for x in inputs_of(model, next(iter(dataset)))]
+    seconds = _seconds(ends, steps, together)
+    return {"seconds": seconds, "profile": profile_of(model, inputs)}
 
 
-def _strategy(orders: TrialOrders, setting: Setting) -> Any:
-    import tensorflow as tf
-
+def _strategy(place: Place, setting: Setting, timeout_seconds: float) -> Any:
     import tfdp
 
     options: dict[str, Any] = {
-        "communication": _communication(setting, orders.timeout_seconds),
+        "communication": _communication(setting, timeout_seconds),
         "shard": setting.shard,
     }
-    if orders.processes > 1:
-        options["devices_per_host"] = orders.replicas
+    if place.processes > 1:
+        options["devices_per_host"] = place.replicas
         return tfdp.MultiHostDataParallelStrategy(**options)
-    if len(tf.config.list_physical_devices("GPU")) >= orders.replicas:
-        devices = [f"GPU:{number}" for number in range(orders.replicas)]
-    else:
-        devices = tfdp.use_virtual_devices(orders.replicas)
-    return tfdp.DataParallelStrategy(devices, **options)
+    return tfdp.DataParallelStrategy(find_devices(place.replicas), **options)
 
 
 def _communication(setting: Setting, timeout_seconds: float) -> Any:
@@ -143,11 +124,11 @@ def _accumulate(model: Any, steps: int) -> None:
     optimizer.gradient_accumulation_steps = steps
 
 
-def _target(orders: TrialOrders) -> tuple[Callable[[], Any], Any]:
+def _target(text: str, rows: int) -> tuple[Callable[[], Any], Any]:
     """The model function, and the data; None for a model of keras.applications."""
-    if orders.target.isidentifier():
-        return load_model(orders.target, orders.rows)[0], None
-    found = load_target(parse_target(orders.target))
+    if text.isidentifier():
+        return load_model(text, rows)[0], None
+    found = load_target(parse_target(text))
     return found.build, found.data
 
 
@@ -179,4 +160,5 @@ def _seconds(ends: list[tuple[int, float]], count: int, together: int) -> list[f
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    with training_a_target():
+        answer(sys.argv[1:], _figures)

@@ -21,7 +21,7 @@ from tfdp.tools.measuring.one_core import measure_coding, measure_rows
 from tfdp.tools.measuring.places import Figures, Place, measure_place
 from tfdp.tools.simulator.machine import Link
 from tfdp.tools.simulator.measured import MeasuredMachine, MeasuredModel
-from tfdp.tools.simulator.model import Gradient, ModelProfile
+from tfdp.tools.simulator.model import ModelProfile
 from tfdp.tools.simulator.sums import moved_in_process
 
 LOOPBACK = "loopback"
@@ -90,8 +90,9 @@ def measure_machine(
             seconds[place.processes, place.replicas] = statistics.median(
                 figures.seconds
             )
-            profile = profile or profile_from(name, figures)
-            samples = figures.facts["profile"]["local_batch"]
+            said: dict[str, Any] = figures.facts["profile"]
+            profile = profile or ModelProfile.from_plain(name, said)
+            samples = said["local_batch"]
         if profile is not None:
             measured[name] = MeasuredModel(profile, samples, seconds)
     now = datetime.datetime.now(datetime.timezone.utc)
@@ -160,16 +161,6 @@ def link_of(place: Place, found: Sequence[Figures], cores: int) -> Link:
 
 def _sets(place: Place) -> SumSets:
     return WITHIN_SETS if place.processes == 1 else BETWEEN_SETS
-
-
-def profile_from(name: str, figures: Figures) -> ModelProfile:
-    """The model profile that the process which trained it reported."""
-    said: dict[str, Any] = figures.facts["profile"]
-    return ModelProfile(
-        name,
-        tuple(Gradient(*each) for each in said["gradients"]),
-        said["forward_flops_per_sample"],
-    )
 
 
 # Latency and rate of a link from three sums: 4 MB in few tensors, 4 MB in many, and 102

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from tfdp.errors import CollectiveError
 from tfdp.tools.bench.gradient_sets import FLOAT32_BYTES, GRADIENT_SETS
 from tfdp.tools.bench.one_process.interleave import turns
-from tfdp.tools.bench.worker_process import WorkerFailed, answer, run_worker
+from tfdp.tools.bench.python_process import ProcessFailed
+from tfdp.tools.bench.worker_process import answer, run_worker
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -60,7 +61,7 @@ def _run(what: str, repeats: int, quick: bool, timeout_seconds: float) -> Any:
     request = {"what": what, "repeats": repeats, "quick": quick}
     try:
         return run_worker("tfdp.tools.measuring.one_core", request, timeout_seconds)
-    except WorkerFailed as error:
+    except ProcessFailed as error:
         raise CollectiveError(f"measuring {what} on one core failed: {error}") from None
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 from tfdp.tools.bench.cases import CASES
 from tfdp.tools.bench.one_process.interleave import turns
 from tfdp.tools.bench.processes.arms import NO_SUMS
-from tfdp.tools.bench.processes.group import Group
+from tfdp.tools.bench.processes.group import Figures, Group
 from tfdp.tools.bench.processes.two_hosts import TwoHosts
 from tfdp.tools.bench.request import Request
 
@@ -49,18 +48,6 @@ class Place:
         return f"{self.processes}x{self.replicas}"
 
 
-@dataclasses.dataclass
-class Figures:
-    """Of one arm, by repeat: seconds of a call, and processor seconds of all processes.
-
-    `facts`: what process 0 reported when it was ready.
-    """
-
-    seconds: list[float] = dataclasses.field(default_factory=list)
-    processor_seconds: list[float] = dataclasses.field(default_factory=list)
-    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-
 def measure_place(
     wanted: Sequence[tuple[str, Request]],
     timeout_seconds: float,
@@ -71,18 +58,14 @@ def measure_place(
     `hosts`: where the processes run; None: here. Raises CollectiveError if a process
     ends or takes longer than the timeout for everything.
     """
-    found = [Figures() for _ in wanted]
+    groups: dict[str, Group] = {}
     with contextlib.ExitStack() as stack:
-        groups = []
-        for figures, (arm, request) in zip(found, wanted, strict=True):
+        for number, (arm, request) in enumerate(wanted):
             network = hosts if request.workers > 1 else None
             group = Group(request, arm, timeout_seconds, network)
             stack.callback(group.close)
-            figures.facts = group.start()[0]["facts"]
-            groups.append(group)
-        numbers = [str(number) for number in range(len(groups))]
-        for name in turns(numbers, wanted[0][1].repeats):
-            group, figures = groups[int(name)], found[int(name)]
-            figures.seconds.append(group.turn())
-            figures.processor_seconds.append(group.processor_seconds)
-    return found
+            group.start()
+            groups[str(number)] = group
+        for name in turns(list(groups), wanted[0][1].repeats):
+            groups[name].turn()
+    return [group.figures for group in groups.values()]

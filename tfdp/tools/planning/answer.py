@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tfdp.tools.planning.memory_plan import MemoryPlan
 from tfdp.tools.planning.ways import Way
-from tfdp.tools.report.html_page import (
-    TABLE_STYLE,
-    html_page,
-    html_table,
-    legend,
-    svg_line,
-    svg_text,
-)
+from tfdp.tools.report.charts import LIMIT_COLOUR, PART_BARS_STYLE, part_bars
+from tfdp.tools.report.html_page import TABLE_STYLE, html_page, html_table, legend
+from tfdp.tools.report.text import format_table
 
 WAY_TITLES = ("setting", "peak", "fits", "more FLOPs", "sent in a step")
 
@@ -97,26 +92,15 @@ class Answer:
         return [*rows, *(("not known", note) for note in notes)]
 
     def print(self) -> None:
-        from rich.console import Console
-        from rich.table import Table
-
-        console = Console()
-        console.print(self.sentence, soft_wrap=True, highlight=False)
-        for titles, rows in (
-            (("part", "bytes", "share"), self.part_rows()),
-            (("besides", ""), self.fact_rows()),
-            (WAY_TITLES, self.way_rows()),
+        print(self.sentence)
+        for titles, rows, left in (
+            (("part", "bytes", "share"), self.part_rows(), (0,)),
+            (("besides", ""), self.fact_rows(), (0, 1)),
+            (WAY_TITLES, self.way_rows(), (0,)),
         ):
-            if not rows:
-                continue
-            table = Table(box=None, pad_edge=False, header_style="bold")
-            for place, title in enumerate(titles):
-                is_text = place == 0 or titles[0] == "besides"
-                table.add_column(title, justify="left" if is_text else "right")
-            for row in rows:
-                table.add_row(*row)
-            console.print()
-            console.print(table)
+            if rows:
+                print()
+                print(format_table([titles, *rows], left))
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -128,24 +112,34 @@ class Answer:
 
     def page(self) -> str:
         """An HTML page: bars in SVG, no script, no other file."""
-        bars = [(f"{self.plan.local_rows} rows", dict(self.plan.parts))]
+        bars = [_bar(f"{self.plan.local_rows} rows", self.plan)]
         if self.largest is not None:
             name = f"{_at_least(self.largest)} rows, the most that fit"
-            bars.append((name, dict(self.largest.parts)))
+            bars.append(_bar(name, self.largest))
         tables: list[tuple[str, Sequence[str], Sequence[Sequence[str]]]] = [
             ("Memory by part", ("part", "bytes", "share"), self.part_rows()),
             ("Besides", ("", ""), self.fact_rows()),
             ("Ways to need less", WAY_TITLES, self.way_rows()),
         ]
-        shown = {part for _, parts in bars for part in parts}
+        shown = {part for *_, parts in bars for part in parts}
+        colours = {part: colour for part, colour in COLOURS.items() if part in shown}
+        limit, marks = None, dict[str, str]()
+        if self.plan.memory_bytes is not None:
+            limit = self.plan.memory_bytes / 1e6
+            marks = {f"memory: {limit:,.0f} MB": LIMIT_COLOUR}
         return html_page(
             f"tfdp plan: {self.model}",
             f"<p>{html.escape(self.sentence)}</p>",
-            legend({part: colour for part, colour in COLOURS.items() if part in shown}),
-            _picture(bars, self.plan.memory_bytes),
+            legend({**colours, **marks}),
+            part_bars(bars, colours, "MB", limit=limit),
             *(html_table(*table) for table in tables if table[2]),
-            style=TABLE_STYLE,
+            style=TABLE_STYLE + PART_BARS_STYLE,
         )
+
+
+def _bar(name: str, plan: MemoryPlan) -> tuple[str, str, dict[str, float]]:
+    parts = {part: size_bytes / 1e6 for part, size_bytes in plan.parts.items()}
+    return name, f"{plan.peak_bytes / 1e6:,.0f} MB", parts
 
 
 def _at_least(plan: MemoryPlan) -> str:
@@ -175,38 +169,3 @@ COLOURS = {
     "update": "#b07aa1",
     "scratch": "#bbbbbb",
 }
-_WIDTH, _LEFT, _RIGHT, _BAR, _GAP, _TOP = 1000, 300, 110, 26, 12, 30
-# Thinner parts (in pixels) are not drawn.
-_THINNEST = 0.2
-
-
-def _picture(
-    bars: Sequence[tuple[str, Mapping[str, int]]], memory_bytes: int | None
-) -> str:
-    most = max([sum(parts.values()) for _, parts in bars] + [memory_bytes or 1])
-    scale = (_WIDTH - _LEFT - _RIGHT) / max(most, 1)
-    height = _TOP + len(bars) * (_BAR + _GAP) + 8
-    lines = [
-        f'<svg width="{_WIDTH}" height="{height}" viewBox="0 0 {_WIDTH} {height}" '
-        'role="img" aria-label="memory by part">'
-    ]
-    for number, (name, parts) in enumerate(bars):
-        y, x = _TOP + number * (_BAR + _GAP), float(_LEFT)
-        lines.append(svg_text(_LEFT - 8, y + 17, name, "end"))
-        for part, colour in COLOURS.items():
-            size_bytes = parts.get(part, 0)
-            if size_bytes * scale >= _THINNEST:
-                width = size_bytes * scale
-                lines.append(
-                    f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_BAR}" '
-                    f'fill="{colour}"><title>{part}: {_megabytes(size_bytes)}</title>'
-                    "</rect>"
-                )
-                x += width
-        total = sum(parts.values())
-        lines.append(svg_text(x + 6, y + 17, f"{total / 1e6:,.0f} MB", "start"))
-    if memory_bytes is not None:
-        x = _LEFT + memory_bytes * scale
-        lines.append(svg_line(x, 18, x, height - 4, "#a00", 2))
-        lines.append(svg_text(x, 12, f"memory: {memory_bytes / 1e6:,.0f} MB", "middle"))
-    return "\n".join([*lines, "</svg>"])

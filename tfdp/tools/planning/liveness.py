@@ -30,11 +30,10 @@ ORDERS = 6
 
 @dataclasses.dataclass(frozen=True)
 class StepMemory:
-    """What `dry_run` found: the peak, by part; the op at it, and the order of ops."""
+    """What `dry_run` found: the peak, by part, and the order of ops."""
 
     peak_bytes: int
     parts: dict[str, int]
-    peak_op: str
     order: int = 0
 
 
@@ -130,9 +129,7 @@ class _Executor:
                 f"{len(self._graph.ops) - ended} ops of the step wait for each other"
             )
         memory = self._memory
-        return StepMemory(
-            memory.peak_bytes, memory.peak_by_part, memory.peak_op, self._order
-        )
+        return StepMemory(memory.peak_bytes, memory.peak_by_part, self._order)
 
     def _next_of(self, thread: int) -> int | None:
         if self._inline[thread]:
@@ -209,7 +206,6 @@ class Memory:
         self.peak_bytes = 0
         self.by_part: collections.Counter[str] = collections.Counter()
         self.peak_by_part: dict[str, int] = {}
-        self.peak_op = ""
         self._readers = readers
         self._tensors: dict[tuple[int, int], Buffer] = {}
         self._variables = [
@@ -219,7 +215,7 @@ class Memory:
         for buffer in self._variables:
             buffer.references = 1
         self._share_link_buffers()
-        self._note_peak("")
+        self._note_peak()
 
     def _share_link_buffers(self) -> None:
         """Variables that share a buffer a link wrote in the previous step and keeps."""
@@ -239,7 +235,7 @@ class Memory:
         outputs = self._outputs(op)
         self.live_bytes += op.scratch_bytes
         self.by_part["scratch"] += op.scratch_bytes
-        self._note_peak(op.name or op.kind)
+        self._note_peak()
         for number, buffer in enumerate(outputs):
             buffer.references += self._readers[place, number]
             self._tensors[place, number] = buffer
@@ -319,11 +315,10 @@ class Memory:
         self.by_part[buffer.part] -= buffer.size_bytes
         buffer.size_bytes = 0
 
-    def _note_peak(self, name: str) -> None:
+    def _note_peak(self) -> None:
         if self.live_bytes > self.peak_bytes:
             self.peak_bytes = self.live_bytes
             self.peak_by_part = {p: n for p, n in self.by_part.items() if n}
-            self.peak_op = name
 
 
 #: The part under which buffers of links are counted.

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import use_virtual_devices
-from tfdp.checks import is_whole
+from tfdp.checks import check_whole
 from tfdp.cluster.machine import usable_cores
 from tfdp.errors import ConfigurationError, DeviceError
 from tfdp.plan.communication import Communication
@@ -43,10 +43,7 @@ class Planner:
         any_rows: bool = False,
     ):
         for name, value in (("replicas", replicas), ("hosts", hosts)):
-            if not is_whole(value, least=1):
-                raise ConfigurationError(
-                    f"{name} must be an integer of at least 1. Received: {value!r}."
-                )
+            check_whole(name, value, least=1)
         self.sharding = sharding_of(shard)
         self.replicas = replicas * hosts
         self.hosts = hosts
@@ -90,11 +87,8 @@ class Planner:
         memory_bytes: int | None = None,
     ) -> MemoryPlan:
         """The plan for `local_rows` a replica; `shard` overrides the planner's own."""
-        if memory_bytes is not None and not is_whole(memory_bytes, least=1):
-            raise ConfigurationError(
-                "memory_bytes must be an integer of at least 1. Received: "
-                f"{memory_bytes!r}."
-            )
+        if memory_bytes is not None:
+            check_whole("memory_bytes", memory_bytes, least=1)
         sharding = self._sharding_of(shard)
         counts = self._traced_counts(sharding)
         found = [self._measured(n, local_rows, sharding, remat) for n in counts]
@@ -174,29 +168,27 @@ class Planner:
         few: int,
         many: int,
         rows: int,
+        remat: bool | str,
         *,
-        shard: str | None = None,
-        remat: bool | str = False,
-        memory_bytes: int | None = None,
-        one_order: bool = False,
+        memory_bytes: int,
+        one_order: bool,
     ) -> MemoryPlan:
         """The plan for `rows` rows, interpolated between two counts that `at` traced.
 
         `one_order`: dry-run only the op order of the peak at `many`: the true peak may
         be slightly larger. Raises ValueError if the two graphs differ.
         """
-        sharding = self._sharding_of(shard)
+        sharding = self.sharding
         counts = self._traced_counts(sharding)
         found = []
         for number in counts:
-            graph = self._interpolated_step(number, few, many, sharding, remat).at(rows)
+            graph = self._interpolated_step(number, few, many, remat).at(rows)
             traced = self._found[number, many, str(sharding.what), remat]
             orders = [traced["order"]] if one_order else range(ORDERS)
             found.append(_facts_of(graph, number, sharding, orders))
         parts, of_host = self._parts_at(counts, found)
-        traced = self._found[counts[-1], many, str(sharding.what), remat]
         return dataclasses.replace(
-            self.at(many, shard=shard, remat=remat, memory_bytes=memory_bytes),
+            self.at(many, remat=remat, memory_bytes=memory_bytes),
             local_rows=rows,
             parts=parts,
             host_parts=of_host,
@@ -215,30 +207,22 @@ class Planner:
             facts["trainable_bytes"], self.replicas, sharding.stage, remat, tables
         )
 
-    def share_one_graph(
-        self,
-        few: int,
-        many: int,
-        *,
-        shard: str | None = None,
-        remat: bool | str = False,
-    ) -> bool:
+    def share_one_graph(self, few: int, many: int, remat: bool | str) -> bool:
         """Whether `interpolated` may be used between these two traced row counts."""
-        sharding = self._sharding_of(shard)
         try:
-            for number in self._traced_counts(sharding):
-                self._interpolated_step(number, few, many, sharding, remat)
+            for number in self._traced_counts(self.sharding):
+                self._interpolated_step(number, few, many, remat)
         except ValueError:
             return False
         return True
 
     def _interpolated_step(
-        self, number: int, few: int, many: int, sharding: Sharding, remat: bool | str
+        self, number: int, few: int, many: int, remat: bool | str
     ) -> InterpolatedStep:
-        key = (number, few, many, str(sharding.what), remat)
+        key = (number, few, many, remat)
         if key not in self._interpolations:
             of_few, of_many = (
-                self._found[number, n, str(sharding.what), remat]["graph"]
+                self._found[number, n, str(self.sharding.what), remat]["graph"]
                 for n in (few, many)
             )
             self._interpolations[key] = InterpolatedStep(of_few, few, of_many, many)

@@ -33,7 +33,7 @@ class Op:
     """An op of the step.
 
     Args:
-      kind, name: TensorFlow's op type, such as "MatMul"; a name for messages.
+      kind: TensorFlow's op type, such as "MatMul".
       inputs, controls: the tensors it reads; places of further ops that run before it.
       output_bytes: of each output.
       shares: for each output the input whose memory it always is; None: its own.
@@ -59,7 +59,6 @@ class Op:
     scratch_bytes: int = 0
     flops: float = 0.0
     part: str = "activations"
-    name: str = ""
     on_host: bool = False
 
 

@@ -249,7 +249,6 @@ class _Reader:
             + (0 if is_finite else inner_bytes),
             flops=flops_of(op.type, read, made, bool(transposes)) + inner_flops,
             part=self._part_of(op),
-            name=op.name,
             on_host=bool(self._host_device)
             and (op.device or self._device).endswith(self._host_device),
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from tfdp.errors import ConfigurationError
 from tfdp.plan.shards import SHARD_STAGES
@@ -42,11 +41,7 @@ class Way:
 
 
 def largest_batch(
-    planner: Planner,
-    memory_bytes: int,
-    *,
-    shard: str | None = None,
-    remat: bool | str = False,
+    planner: Planner, memory_bytes: int, remat: bool | str = False
 ) -> MemoryPlan | None:
     """The plan of the largest local batch that fits; None: not even one row fits.
 
@@ -58,14 +53,13 @@ def largest_batch(
     A batch larger by one part in 20, or by one row, may fit too; with `larger_may_fit`
     one of any size.
     """
-    setting: dict[str, Any] = {"shard": shard, "remat": remat}
     most_rows = max(planner.local_rows, MOST_BATCH_BYTES // max(planner.row_bytes, 1))
-    few, many = _two_traced(planner, most_rows, memory_bytes, setting)
+    few, many = _two_traced(planner, most_rows, memory_bytes, remat)
     if many is None:
-        found = planner.at(few, memory_bytes=memory_bytes, **setting)
+        found = planner.at(few, memory_bytes=memory_bytes, remat=remat)
         return dataclasses.replace(found, larger_may_fit=True) if found.fits else None
     plans = {
-        rows: planner.at(rows, memory_bytes=memory_bytes, **setting)
+        rows: planner.at(rows, memory_bytes=memory_bytes, remat=remat)
         for rows in (few, many)
     }
 
@@ -73,7 +67,7 @@ def largest_batch(
         if rows in plans:
             return plans[rows]
         return planner.interpolated(
-            few, many, rows, memory_bytes=memory_bytes, one_order=one_order, **setting
+            few, many, rows, remat, memory_bytes=memory_bytes, one_order=one_order
         )
 
     # Search in one order of ops; check the result in all of them.
@@ -85,7 +79,7 @@ def largest_batch(
         if few // NEAR <= low <= many * NEAR:
             found = interpolated(low, one_order=False)
         else:
-            found = planner.at(low, memory_bytes=memory_bytes, **setting)
+            found = planner.at(low, memory_bytes=memory_bytes, remat=remat)
         if found.fits:
             return dataclasses.replace(found, larger_may_fit=low == most_rows)
         low -= max(1, round(PRECISION * low))
@@ -93,14 +87,14 @@ def largest_batch(
 
 
 def _two_traced(
-    planner: Planner, most_rows: int, memory_bytes: int, setting: dict[str, Any]
+    planner: Planner, most_rows: int, memory_bytes: int, remat: bool | str
 ) -> tuple[int, int | None]:
     """Two row counts that share a graph: the requested one, and one near the answer.
 
     None: TensorFlow builds another graph for each count.
     """
     requested = max(1, min(planner.local_rows, most_rows))
-    plan = planner.at(requested, **setting)
+    plan = planner.at(requested, remat=remat)
     stored = sum(plan.parts.get(part, 0) for part in ("weights", "slots", "state"))
     room = most_peak_bytes(memory_bytes) - stored
     near = requested * max(room, 0) // max(plan.peak_bytes - stored, 1)
@@ -108,9 +102,9 @@ def _two_traced(
     # A single row is broadcast, in a different graph.
     for few, many in (sorted((requested, near)), (2, max(near, 4))):
         few, many = (few, many) if few < many else (max(1, many // 2), 2 * many)
-        planner.at(few, **setting)
-        planner.at(many, **setting)
-        if planner.share_one_graph(few, many, **setting):
+        planner.at(few, remat=remat)
+        planner.at(many, remat=remat)
+        if planner.share_one_graph(few, many, remat):
             return few, many
     return requested, None
 

@@ -178,14 +178,18 @@ PART_BARS_STYLE = """\
 .bar .name { display: flex; justify-content: space-between; }
 """
 _HEIGHT = 22
-# In percent; narrower parts are omitted.
-_THINNEST = 0.05
+# In percent; narrower parts are omitted, and lines end before the edge.
+_THINNEST, _LAST = 0.05, 99.7
+LIMIT_COLOUR = "#a00"
 
 
 def part_bars(
     bars: Sequence[tuple[str, str, Mapping[str, float]]],
     colours: Mapping[str, str],
     unit: str,
+    *,
+    limit: float | None = None,
+    ranges: Mapping[str, tuple[float, float]] | None = None,
 ) -> str:
     """Stacked bars in one scale.
 
@@ -193,8 +197,12 @@ def part_bars(
       bars: (label, text at the end, part -> value of at least 0) for each.
       colours: by part, in drawing order.
       unit: of the values, for the tooltip.
+      limit: where every bar has a line of LIMIT_COLOUR across it.
+      ranges: label -> (from, to) of a black line along the bar.
     """
-    most = max([sum(parts.values()) for *_, parts in bars] + [1e-300])
+    ranges = ranges or {}
+    ends = [sum(parts.values()) for *_, parts in bars]
+    most = max([*ends, *(to for _, to in ranges.values()), limit or 0.0, 1e-300])
     drawn = []
     for name, end, parts in bars:
         place, boxes = 0.0, []
@@ -207,6 +215,14 @@ def part_bars(
                     f'fill="{colour}"><title>{words}</title></rect>'
                 )
             place += width
+        if name in ranges:
+            low, high = (100 * value / most for value in ranges[name])
+            size = f'width="{high - low:.3f}%" height="2"'
+            boxes.append(f'<rect x="{low:.3f}%" y="{_HEIGHT // 2}" {size}/>')
+        if limit is not None:
+            x = min(100 * limit / most, _LAST)
+            size = f'width="2" height="{_HEIGHT}"'
+            boxes.append(f'<rect x="{x:.3f}%" {size} fill="{LIMIT_COLOUR}"/>')
         label = html.escape(name)
         drawn.append(
             f'<div class="bar"><div class="name"><span>{label}</span>'

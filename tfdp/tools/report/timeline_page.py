@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from tfdp.tools.report.charts import ticks_between
 from tfdp.tools.report.html_page import html_page, legend, svg_line, svg_text
 
 if TYPE_CHECKING:
@@ -131,13 +132,7 @@ def draw_timeline(
 
 
 def _axis(total_ms: float, scale: float, height: int) -> list[str]:
-    step = next(
-        s * 10.0**p
-        for p in range(-3, 7)
-        for s in (1, 2, 5)
-        if total_ms / (s * 10.0**p) <= _MOST_TICKS
-    )
-    ticks = [n * step for n in range(int(total_ms / step) + 1)]
+    ticks = ticks_between(0.0, max(total_ms, 1e-3), _MOST_TICKS)
     return [
         svg_line(x, _TOP - 6, x, height - 16, "#ddd")
         + svg_text(x, 16, f"{tick:g} ms", "middle")
@@ -178,18 +173,7 @@ def both(first: Sequence[Span], second: Sequence[Span]) -> list[Span]:
     >>> both([(0, 3), (4, 6)], [(2, 5)])
     [(2, 3), (4, 5)]
     """
-    found: list[Span] = []
-    mine = theirs = 0
-    while mine < len(first) and theirs < len(second):
-        start = max(first[mine][0], second[theirs][0])
-        stop = min(first[mine][1], second[theirs][1])
-        if start < stop:
-            found.append((start, stop))
-        if first[mine][1] < second[theirs][1]:
-            mine += 1
-        else:
-            theirs += 1
-    return found
+    return without(first, without(first, second))
 
 
 def without(first: Sequence[Span], second: Sequence[Span]) -> list[Span]:

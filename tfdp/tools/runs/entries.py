@@ -60,11 +60,6 @@ class Steps:
     device_peak_bytes: int | None = None  # of the fullest GPU, so far
     loss: float | None = None  # as Keras reports it: the mean over the epoch so far
 
-    @property
-    def between_seconds(self) -> float:
-        """Between steps, without validation: Keras and callbacks."""
-        return max(0.0, self.seconds - self.step_seconds - self.validation_seconds)
-
 
 @dataclasses.dataclass(frozen=True)
 class Epoch:

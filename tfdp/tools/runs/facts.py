@@ -5,13 +5,13 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-import math
 import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tfdp.errors import DataError
+from tfdp.files.checked_json import finite
 from tfdp.tools.runs import together
 from tfdp.tools.runs.entries import Epoch
 from tfdp.tools.runs.read import Run, Session, WorkerRun
@@ -192,7 +192,7 @@ class Facts:
             "versions": dict(first.versions),
             "notes": list(self.notes),
         }
-        return {name: _finite(value) for name, value in content.items()}
+        return dict(finite(content, lambda _: None))
 
 
 def facts_of(run: Run) -> Facts:
@@ -292,16 +292,6 @@ def _tail(worker: WorkerRun) -> dict[str, float]:
     validated = sum(epoch.validation_seconds for epoch in late)
     validation = min(validated, rest)
     return {together.VALIDATION: validation, together.BETWEEN: rest - validation}
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {str(name): _finite(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return value
 
 
 # Tolerance for clocks, and for the delay between an event and its line.

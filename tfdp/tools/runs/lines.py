@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
-from tfdp.files.checked_json import parse_json
+from tfdp.files.checked_json import finite, parse_json
 
 KIND, VERSION = "tfdp run record", 1
 #: Longer lines are not read.
@@ -25,7 +25,7 @@ WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 def line_of(content: Mapping[str, Any]) -> bytes:
     """Serializes `content` as one line; numbers that are not finite become words."""
-    text = json.dumps(_encoded(dict(content)), separators=(",", ":"), allow_nan=False)
+    text = json.dumps(finite(dict(content)), separators=(",", ":"), allow_nan=False)
     body = text[:-1].encode()
     return body + b',"crc":"%08x"}\n' % zlib.crc32(body)
 
@@ -52,13 +52,3 @@ def content_of(line: bytes) -> dict[str, Any]:
 def number_of(value: object) -> object:
     """The number that a word such as "nan" stands for; other values unchanged."""
     return WORDS.get(value, value) if isinstance(value, str) else value
-
-
-def _encoded(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
-    if isinstance(value, dict):
-        return {str(name): _encoded(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_encoded(each) for each in value]
-    return value

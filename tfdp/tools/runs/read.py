@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from tfdp.errors import DataError
+from tfdp.files.checked_json import open_regular_file
 from tfdp.tools.runs.entries import End, Entry, Epoch, Start, Steps, entry_from
 from tfdp.tools.runs.lines import MOST_LINE_BYTES, content_of
 from tfdp.tools.runs.run_file import name_of_file
@@ -143,7 +143,7 @@ def _read_file(folder: Path, worker: int, notes: list[str]) -> dict[str, WorkerR
     damaged, orphaned, unknown, lines, first_reason = 0, 0, 0, 0, ""
     is_torn = False
     try:
-        with _open_regular_file(folder / name) as file:
+        with open_regular_file(folder / name) as file:
             for lines, line in enumerate(_lines(file), start=1):
                 if not line.strip():
                     continue
@@ -204,14 +204,6 @@ def _in_order(steps: list[Steps]) -> list[Steps]:
         if not ordered or entry.step - entry.steps >= ordered[-1].step:
             ordered.append(entry)
     return ordered
-
-
-def _open_regular_file(path: Path) -> BinaryIO:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(0, "it is no regular file")
-    return os.fdopen(descriptor, "rb")
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tfdp.checks import is_number
 from tfdp.errors import DataError
-from tfdp.files.checked_json import is_count, parse_json
+from tfdp.files.checked_json import is_count, open_regular_file, parse_json
 from tfdp.tools.report import timeline_page as timeline
 
 MOST_BYTES, MOST_EVENTS = 2**28, 2_000_000
@@ -54,10 +53,7 @@ def read_trace(path: str | os.PathLike[str]) -> list[ReplicaTrace]:
 
 
 def _content(path: Path) -> Any:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    with os.fdopen(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ValueError("it is no regular file")
+    with open_regular_file(path) as file:
         text = file.read(MOST_BYTES + 1)
     if len(text) > MOST_BYTES:
         raise ValueError(f"it has more than {MOST_BYTES:,} bytes")

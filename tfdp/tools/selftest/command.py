@@ -6,23 +6,23 @@ import argparse
 import dataclasses
 import datetime
 import os
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from tfdp.checks import integer_from
 from tfdp.cluster.nvidia import ALLOW_GROWTH, gpu_links
-from tfdp.errors import ConfigurationError, DeviceError
+from tfdp.errors import DeviceError
 from tfdp.files.asked_for import check_output_path, write_json_for
 from tfdp.progress_bar import progress_bar
-from tfdp.tools.bench.worker_process import WorkerFailed, run_worker
+from tfdp.tools.bench.python_process import ProcessFailed
+from tfdp.tools.bench.worker_process import run_worker
 from tfdp.tools.commands.info import format_facts, gather_facts
 from tfdp.tools.report.text import format_table
 from tfdp.tools.selftest.parts import Part, parts_for
 
 WORKER = "tfdp.tools.selftest.worker"
-ALL_RIGHT, SOME_WRONG, NOT_WRITTEN = 0, 1, 2
+ALL_RIGHT, SOME_WRONG, FAILED = 0, 1, 2
 REPORT = "tfdp-selftest.json"
 
 
@@ -46,16 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs `tfdp selftest`; returns 0 all right, 1 something wrong, 2 no report."""
-    try:
-        check_output_path("--json", options.json)
-        return _run(options)
-    except ConfigurationError as error:
-        print(f"tfdp selftest: {error}", file=sys.stderr)
-        return NOT_WRITTEN
-
-
-def _run(options: argparse.Namespace) -> int:
+    """Runs `tfdp selftest`; returns 0 all right, 1 something wrong."""
+    check_output_path("--json", options.json)
     # Else this process would take all GPU memory from its workers.
     os.environ.setdefault(*ALLOW_GROWTH)
     facts = gather_facts()
@@ -107,7 +99,7 @@ def _run_parts(
             # A process per part: a hang or crash in one does not stop the others.
             with progress_bar(part.title, 0):
                 result = run_worker(WORKER, request, timeout_seconds)
-        except WorkerFailed as error:
+        except ProcessFailed as error:
             result = {"state": "FAILED", "said": str(error)}
         seconds = time.perf_counter() - start
         found.append({"title": part.title, **result, "seconds": round(seconds, 2)})

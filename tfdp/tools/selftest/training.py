@@ -12,8 +12,8 @@ import tensorflow as tf
 from tfdp import DataParallelStrategy
 from tfdp.errors import CollectiveError, ParityError
 from tfdp.tools.testing.batches import collect_batches
-from tfdp.tools.testing.comparison import Setting
 from tfdp.tools.testing.parity import compare_and_report
+from tfdp.tools.testing.trainee import Setting
 
 STEPS = 3
 ROWS_OF_A_REPLICA = 8

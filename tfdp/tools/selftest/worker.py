@@ -50,15 +50,9 @@ def _run(part: Part, strategy: Any) -> str:
     return rates.measure_rates(strategy)
 
 
-def main(arguments: list[str]) -> None:
-    """Entry point of the worker process."""
-
-    def find(request: dict[str, Any]) -> dict[str, str]:
-        part = Part(**request["part"])
-        return run_part(part, request["device_type"], request["devices"])
-
-    answer(arguments, find)
+def _find(request: dict[str, Any]) -> dict[str, str]:
+    return run_part(Part(**request["part"]), request["device_type"], request["devices"])
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    answer(sys.argv[1:], _find)

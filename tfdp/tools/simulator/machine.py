@@ -117,6 +117,7 @@ def _reject(owner: str, name: str, allowed: str, value: object) -> None:
     shown = text if len(text) <= 80 else f"{text[:77]}..."
     is_bounded = "from" in allowed or "at most" in allowed
     limit = "" if is_bounded else f" (at most {MOST:g})"
+    place = f"{owner}: " if owner else ""
     raise ConfigurationError(
-        f"{owner}: {name} must be {allowed}{limit}. Received: {shown}."
+        f"{place}{name} must be {allowed}{limit}. Received: {shown}."
     )

@@ -8,13 +8,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+from tfdp.checks import check_one_of
 from tfdp.errors import ConfigurationError, DataError
 from tfdp.files.atomic import replaced
 from tfdp.files.checked_json import checksum_of, parse_json, with_checksum
-from tfdp.plan.topology import Topology
 from tfdp.tools.simulator.lossy import KNOWN_WAYS, Lossy
 from tfdp.tools.simulator.machine import Link, Machine, at_least_zero, positive, whole
-from tfdp.tools.simulator.model import Compute, Gradient, ModelProfile
+from tfdp.tools.simulator.model import Compute, ModelProfile
 from tfdp.tools.simulator.step import Training
 
 MOST_PLACES = 4096
@@ -86,19 +86,12 @@ class MeasuredMachine:
         positive("MeasuredMachine", "row_bytes_per_second", rate)
         at_least_zero("MeasuredMachine", "load", self.load)
         for name, rate in self.coding.items():
-            if name not in KNOWN_WAYS:
-                raise ConfigurationError(
-                    f"MeasuredMachine: coding must be of {', '.join(KNOWN_WAYS)}. "
-                    f"Received: {name!r}."
-                )
+            check_one_of("MeasuredMachine: coding", name, KNOWN_WAYS)
             positive("MeasuredMachine", f"coding of {name}", rate)
 
     def lossy(self, name: str) -> Lossy:
         """A compression coded by one core of this host."""
-        if name not in KNOWN_WAYS:
-            raise ConfigurationError(
-                f"lossy must be one of {', '.join(KNOWN_WAYS)}. Received: {name!r}."
-            )
+        check_one_of("lossy", name, KNOWN_WAYS)
         way = KNOWN_WAYS[name]
         rate = self.coding.get(name, way.bytes_per_second)
         share = 1 / self.cores
@@ -131,33 +124,6 @@ class MeasuredMachine:
             row_bytes_per_second=self.row_bytes_per_second,
         )
 
-    def machine_here(self, topology: Topology) -> Machine:
-        """Several processes on this one machine, which share its cores.
-
-        Sums within a process were measured with all cores, each replica using one. Of
-        several processes each has one core, or its share of fewer, as in `tfdp bench`.
-        `topology`: `hosts` processes of `devices_per_host` replicas.
-        """
-        here = self.machine(topology.devices_per_host)
-        if topology.hosts == 1:
-            return here
-        measured = here.within_host
-        mine = min(1.0, self.cores / topology.hosts)
-        # Processor time underestimates where cores wait for memory, which all processes
-        # of the machine share.
-        wanted = max(
-            measured.compute_share * self.cores,
-            float(min(topology.devices_per_host, self.cores)),
-        )
-        within = dataclasses.replace(
-            measured,
-            # With fewer cores than it used it is slower and leaves none. The cost per
-            # tensor is waiting, and stays.
-            bytes_per_second=measured.bytes_per_second / max(wanted / mine, 1.0),
-            compute_share=min(wanted / mine, 1.0),
-        )
-        return dataclasses.replace(here, within_host=within)
-
     def training(self, model_name: str, devices_per_host: int) -> Training:
         """Training of a measured model on separate hosts like this one."""
         model = self.model(model_name)
@@ -174,28 +140,6 @@ class MeasuredMachine:
             self.machine(devices_per_host),
             algorithm="sockets",
             sharing=sharing,
-        )
-
-    def training_here(self, model_name: str, topology: Topology) -> Training:
-        """Training of a measured model by several processes on this one machine.
-
-        `topology`: `hosts` processes of `devices_per_host` replicas.
-        """
-        model = self.model(model_name)
-        place = (topology.hosts, topology.devices_per_host)
-        if place not in model.step_seconds:
-            found = ", ".join(f"{p}x{r}" for p, r in sorted(model.step_seconds))
-            raise ConfigurationError(
-                f"{model_name!r} was not measured in {place[0]} processes of "
-                f"{place[1]} replicas; measured: {found}."
-            )
-        seconds = model.step_seconds[place]
-        alone = min(model.step_seconds[1, 1], seconds)
-        return dataclasses.replace(
-            self.training(model_name, topology.devices_per_host),
-            compute=Compute.from_seconds(alone, model.samples),
-            machine=self.machine_here(topology),
-            sharing=((topology.devices_per_host, seconds / alone),),
         )
 
 
@@ -258,7 +202,7 @@ def read_machine(path: str | os.PathLike[str]) -> MeasuredMachine:
         if content.get("checksum") != checksum_of(content):
             raise ValueError("it was changed or damaged: its checksum differs")
         return _machine_of(content)
-    except (ValueError, TypeError, KeyError, OverflowError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
         reason = f"{error}" if isinstance(error, ValueError) else f"{error!r}"
         raise DataError(
             f"{path}: {reason[:300].rstrip('.')}. Measure again: `tfdp measure "
@@ -267,7 +211,9 @@ def read_machine(path: str | os.PathLike[str]) -> MeasuredMachine:
 
 
 def _machine_of(content: dict[str, Any]) -> MeasuredMachine:
-    models = [_model_of(each) for each in _list(content["models"], "models")]
+    if not isinstance(content["models"], list):
+        raise ConfigurationError("models must be a list")
+    models = [_model_of(each) for each in content["models"]]
     return MeasuredMachine(
         name=_text(content["name"], "name"),
         cores=content["cores"],
@@ -278,11 +224,11 @@ def _machine_of(content: dict[str, Any]) -> MeasuredMachine:
         load=content["load"],
         measured=_text(content["measured"], "measured"),
         # Optional in older files.
-        coding=_object(content.get("coding", {}), "coding"),
+        coding=content.get("coding", {}),
         row_bytes_per_second=content.get("row_bytes_per_second", ROW_BYTES_PER_SECOND),
         within_host_of={
             replicas: _link_of(link)
-            for replicas, link in _list(content.get("within_host_of", []), "links")
+            for replicas, link in content.get("within_host_of", [])
         },
     )
 
@@ -313,32 +259,10 @@ def _model_content(model: MeasuredModel) -> dict[str, Any]:
 
 
 def _model_of(content: Any) -> MeasuredModel:
-    if not isinstance(content, dict):
-        raise ConfigurationError("a model must be an object")
-    gradients = []
-    for each in _list(content["gradients"], "gradients"):
-        size_bytes, work, dtype, *rows = _list(each, "a gradient")
-        gradients.append(Gradient(size_bytes, work, _text(dtype, "dtype"), *rows))
-    steps = _list(content["step_seconds"], "step_seconds")
+    steps = content["step_seconds"]
     seconds = {(processes, replicas): step for processes, replicas, step in steps}
-    profile = ModelProfile(
-        _text(content["name"], "a model's name"),
-        tuple(gradients),
-        content["forward_flops_per_sample"],
-    )
+    profile = ModelProfile.from_plain(_text(content["name"], "a model's name"), content)
     return MeasuredModel(profile, content["samples"], seconds)
-
-
-def _list(value: Any, name: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise ConfigurationError(f"{name} must be a list")
-    return value
-
-
-def _object(value: Any, name: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ConfigurationError(f"{name} must be an object")
-    return value
 
 
 def _text(value: Any, name: str) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from tfdp.errors import ConfigurationError
 from tfdp.plan.buckets import Bucket, TensorInfo, plan_buckets
@@ -40,11 +42,12 @@ class Gradient:
         least = self.row_bytes if self.unadded_bytes else 0
         whole("Gradient", "unadded_bytes", self.unadded_bytes, least=least)
         at_least_zero("Gradient", "work", self.work)
-        if not isinstance(self.adds_rows, bool):
-            raise ConfigurationError(
-                f"Gradient: adds_rows must be True or False. Received: "
-                f"{self.adds_rows!r}."
-            )
+        for name, kind in (("dtype", str), ("adds_rows", bool)):
+            if not isinstance(getattr(self, name), kind):
+                raise ConfigurationError(
+                    f"Gradient: {name} must be a {kind.__name__}. Received: "
+                    f"{getattr(self, name)!r:.80}."
+                )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +73,12 @@ class ModelProfile:
                 "to exchange. Unfreeze what is to be trained."
             )
         whole("ModelProfile", "gradients", len(self.gradients), 1, MOST_GRADIENTS)
+
+    @classmethod
+    def from_plain(cls, name: str, plain: Mapping[str, Any]) -> ModelProfile:
+        """From what `tfdp.tools.planning.keras_profile.profile_of` returned."""
+        gradients = tuple(Gradient(*each) for each in plain["gradients"])
+        return cls(name, gradients, plain["forward_flops_per_sample"])
 
     @property
     def gradient_bytes(self) -> int:

@@ -14,6 +14,7 @@ import heapq
 import math
 from collections.abc import Sequence
 
+from tfdp.checks import check_one_of
 from tfdp.errors import ConfigurationError
 from tfdp.plan.buckets import Bucket
 from tfdp.plan.topology import Topology
@@ -93,11 +94,7 @@ class Training:
         for replicas, factor in self.sharing:
             whole("Training", "sharing's number of replicas", replicas)
             positive("Training", "sharing's factor", factor)
-        if self.algorithm not in ALGORITHMS:
-            raise ConfigurationError(
-                f"algorithm must be one of {', '.join(ALGORITHMS)}. Received: "
-                f"{self.algorithm!r}."
-            )
+        check_one_of("algorithm", self.algorithm, ALGORITHMS)
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -158,12 +155,12 @@ def predict_step(training: Training, devices: int) -> StepPrediction:
     topology = topology_of(devices, training.machine.devices_per_host)
     alone = training.compute.seconds
     factor = training.sharing_factor(topology.devices_per_host)
-    times = simulate_exchange(training, topology)
+    end_seconds = simulate_exchange(training, topology)
     undisturbed = alone - training.compute.update_seconds
     part_seconds = dict.fromkeys(PARTS, 0.0)
     part_seconds["compute"] = alone
     part_seconds["sharing cores"] = (factor - 1) * alone
-    part_seconds["communication"] = max(times.end_seconds - factor * undisturbed, 0.0)
+    part_seconds["communication"] = max(end_seconds - factor * undisturbed, 0.0)
     waiting = training.jitter.waiting_share(devices)
     part_seconds["waiting"] = waiting * factor * alone
     before_input = sum(part_seconds.values())
@@ -200,8 +197,8 @@ def topology_of(devices: int, devices_per_host: int) -> Topology:
     return Topology(devices // devices_per_host, devices_per_host)
 
 
-def simulate_exchange(training: Training, topology: Topology) -> StepTimes:
-    """Simulates forward, backward and sums of one step, without random effects."""
+def simulate_exchange(training: Training, topology: Topology) -> float:
+    """Seconds of forward, backward and sums of one step, without random effects."""
     factor = training.sharing_factor(topology.devices_per_host)
     compute = training.compute
     ready = [factor * each for each in ready_seconds(training.model, compute)]
@@ -304,39 +301,21 @@ def _all_sums(training: Training, topology: Topology) -> float:
 ALL_CORES = 1.0 + 1e-9
 
 
-@dataclasses.dataclass(frozen=True)
-class BucketTimes:
-    """When one bucket was ready, started and ended; seconds."""
-
-    ready_seconds: float
-    start_seconds: float
-    end_seconds: float
-
-
-@dataclasses.dataclass(frozen=True)
-class StepTimes:
-    """End of backward (slowed by sums), end of all sums, and times of each bucket."""
-
-    computed_seconds: float
-    end_seconds: float
-    buckets: tuple[BucketTimes, ...]
-
-
 def simulate_step(
     compute_seconds: float,
     ready_seconds: Sequence[float],
     stages: Sequence[Sequence[Stage]],
-) -> StepTimes:
-    """Simulates forward and backward of a step with its sums.
+) -> float:
+    """Seconds from the start of forward to the end of backward and of all sums.
 
     `ready_seconds`: by bucket, when its last gradient is ready without interference;
     `stages`: by bucket, the stages of its sum.
 
     >>> once = [Stage("between", 2.0, 0.0)]
-    >>> simulate_step(3.0, [1.0, 3.0], [once, once]).end_seconds
+    >>> simulate_step(3.0, [1.0, 3.0], [once, once])
     5.0
     >>> busy = [Stage("within", 2.0, 1.0)]
-    >>> simulate_step(3.0, [1.0, 3.0], [busy, busy]).end_seconds
+    >>> simulate_step(3.0, [1.0, 3.0], [busy, busy])
     7.0
     """
     return _Simulation(compute_seconds, ready_seconds, stages).run()
@@ -361,26 +340,21 @@ class _Simulation:
         self._waiting: dict[str, list[tuple[float, int, int]]] = {}
         # Level -> (end, bucket, place of its stage).
         self._in_flight: dict[str, tuple[float, int, int]] = {}
-        count = len(ready_seconds)
-        self._ready, self._start = [math.nan] * count, [math.nan] * count
-        self._end = [0.0] * count
 
-    def run(self) -> StepTimes:
-        computed_at: float | None = None
-        while computed_at is None or self._is_pending():
+    def run(self) -> float:
+        is_computed = False
+        while not is_computed or self._is_pending():
             self._start_stages()
-            if self._advance() and computed_at is None:
-                computed_at = self._time
-        end = max([computed_at, *self._end])
-        times = zip(self._ready, self._start, self._end, strict=True)
-        return StepTimes(computed_at, end, tuple(BucketTimes(*each) for each in times))
+            self._advance()
+            is_computed = self._computed >= self._compute_seconds
+        return self._time
 
     def _is_pending(self) -> bool:
         waits = any(self._waiting.values())
         return bool(self._due or self._in_flight or waits)
 
-    def _advance(self) -> bool:
-        """Advances to the next event; returns whether all is computed."""
+    def _advance(self) -> None:
+        """Advances to the next event."""
         speed = max(1.0 - self._taken(), 0.0)
         next_computed = self._due[-1][0] if self._due else self._compute_seconds
         until_computed = math.inf
@@ -393,15 +367,12 @@ class _Simulation:
             self._time += until_computed
             self._computed = max(self._computed, next_computed)
             if self._due:
-                _, number = self._due.pop()
-                self._ready[number] = self._time
-                self._enter(number, 0)
+                self._enter(self._due.pop()[1], 0)
         else:
             self._computed += speed * (ends - self._time)
             self._computed = min(self._computed, next_computed)
             self._time = ends
             self._arrive()
-        return self._computed >= self._compute_seconds
 
     def _taken(self) -> float:
         """Compute share of the sums in flight."""
@@ -411,15 +382,10 @@ class _Simulation:
         )
 
     def _enter(self, number: int, place: int) -> None:
-        """Queues the bucket for the level of its next stage, or ends it."""
-        stages = self._stages[number]
-        if place == len(stages):
-            self._end[number] = self._time
-            if math.isnan(self._start[number]):
-                self._start[number] = self._time
-            return
-        queue = self._waiting.setdefault(stages[place].level, [])
-        heapq.heappush(queue, (self._time, number, place))
+        """Queues the bucket for the level of its next stage, if there is one."""
+        for stage in self._stages[number][place : place + 1]:
+            queue = self._waiting.setdefault(stage.level, [])
+            heapq.heappush(queue, (self._time, number, place))
 
     def _start_stages(self) -> None:
         # Levels with the longest wait first.
@@ -432,8 +398,6 @@ class _Simulation:
             if self._in_flight and self._taken() + stage.compute_share > ALL_CORES:
                 continue
             heapq.heappop(queue)
-            if math.isnan(self._start[number]):
-                self._start[number] = self._time
             self._in_flight[level] = (self._time + stage.seconds, number, place)
 
     def _arrive(self) -> None:

@@ -27,6 +27,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from tfdp.checks import check_one_of
 from tfdp.errors import ConfigurationError
 from tfdp.plan.sum_ways import LinkSpeed, SumWays
 from tfdp.plan.topology import Topology
@@ -72,11 +73,7 @@ def exchange_stages(
     all-reduce and 1/2 for a gather or a scatter. Raises ConfigurationError for an
     unknown algorithm, or one that cannot run there.
     """
-    if algorithm not in ALGORITHMS:
-        raise ConfigurationError(
-            f"algorithm must be one of {', '.join(ALGORITHMS)}. Received: "
-            f"{algorithm!r}."
-        )
+    check_one_of("algorithm", algorithm, ALGORITHMS)
     if algorithm == "in_process" and topology.hosts > 1:
         raise ConfigurationError(
             f"algorithm 'in_process' adds on one host. Received: {topology}; take "

@@ -11,9 +11,8 @@ import keras
 from tfdp.layers import SyncBatchNormalization
 from tfdp.step.find_optimizers import optimizers_of
 from tfdp.tools.testing.batches import repeat_first_share, trim_to_multiple
-from tfdp.tools.testing.comparison import Setting
 from tfdp.tools.testing.model_parts import HALF_PRECISION, inner_optimizers, layers_of
-from tfdp.tools.testing.trainee import ModelChange
+from tfdp.tools.testing.trainee import ModelChange, Setting
 
 # For experiments that replace an optimizer other than SGD.
 LEARNING_RATE = 0.01

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -22,26 +21,10 @@ from tfdp.tools.testing.model_parts import (
     unit_round_off,
 )
 from tfdp.tools.testing.report import VariableRow, are_conclusive
-from tfdp.tools.testing.trainee import ModelChange, Trainee
+from tfdp.tools.testing.trainee import Setting, Trainee
 
 # Trainings on one device that differ only by rounding; see `rounding`.
 TWINS = 3
-
-
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """What to train, on what data, and how."""
-
-    build: Callable[[], keras.Model]
-    strategy: tf.distribute.Strategy
-    batches: tuple[Batch, ...]
-    seed: int
-    keep_random_layers: bool = False
-    changes: tuple[ModelChange, ...] = ()
-
-    @property
-    def replicas(self) -> int:
-        return self.strategy.num_replicas_in_sync
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,16 +115,16 @@ def compare(setting: Setting) -> Comparison:
 
 
 def _make_both(setting: Setting) -> tuple[Trainee, Trainee | None, Exception | None]:
-    one = _trainee(setting, None)
-    one.make(setting.batches[0])
+    one = Trainee(setting, None)
+    one.make()
     if not one.model.trainable_weights:
         raise ConfigurationError(
             f"No weight of the model {one.model.name!r} is trainable, so there is no "
             "training to compare. Set layer.trainable = True before compile()."
         )
-    several = _trainee(setting, setting.strategy)
+    several = Trainee(setting, setting.strategy)
     try:
-        several.make(setting.batches[0])
+        several.make()
     except ConfigurationError:
         raise
     except Exception as error:
@@ -154,17 +137,6 @@ def _make_both(setting: Setting) -> tuple[Trainee, Trainee | None, Exception | N
     # "auto" differs under a strategy and on one device, and XLA rounds differently.
     one.jit_compile = one.model.jit_compile = several.model.jit_compile
     return one, several, None
-
-
-def _trainee(setting: Setting, strategy: tf.distribute.Strategy | None) -> Trainee:
-    return Trainee(
-        setting.build,
-        strategy,
-        device=setting.strategy.extended.worker_devices[0],
-        seed=setting.seed,
-        keep_random_layers=setting.keep_random_layers,
-        changes=setting.changes,
-    )
 
 
 def _twin_spreads(

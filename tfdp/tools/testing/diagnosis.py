@@ -10,11 +10,12 @@ from tfdp.step.find_optimizers import optimizers_of
 from tfdp.tools.testing import causes as known
 from tfdp.tools.testing import changes
 from tfdp.tools.testing.batches import row_count
-from tfdp.tools.testing.comparison import Comparison, Setting, compare
+from tfdp.tools.testing.comparison import Comparison, compare
 from tfdp.tools.testing.crashes import explain_error
 from tfdp.tools.testing.facts import Facts
 from tfdp.tools.testing.model_parts import HALF_PRECISION, inner_optimizers, layers_of
 from tfdp.tools.testing.report import Finding, are_conclusive
+from tfdp.tools.testing.trainee import Setting
 
 
 def diagnose(setting: Setting, comparison: Comparison) -> tuple[Finding, ...]:

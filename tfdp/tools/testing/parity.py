@@ -10,17 +10,18 @@ import keras
 import tensorflow as tf
 
 from tfdp import DataParallelStrategy
-from tfdp.checks import is_whole
+from tfdp.checks import check_one_of, check_whole, is_whole
 from tfdp.cluster.machine import notebook_restart_hint
 from tfdp.errors import ConfigurationError, DeviceError, ParityError, ScopeError
 from tfdp.strategies.devices import find_devices
 from tfdp.strategies.in_words import without_fit_message
 from tfdp.tools.testing.batches import collect_batches, row_count
 from tfdp.tools.testing.changes import CHANGES
-from tfdp.tools.testing.comparison import Setting, compare
+from tfdp.tools.testing.comparison import compare
 from tfdp.tools.testing.crashes import describe_error
 from tfdp.tools.testing.diagnosis import diagnose as find_causes
 from tfdp.tools.testing.report import Finding, ParityReport
+from tfdp.tools.testing.trainee import Setting
 
 RANDOM_LAYERS = ("off", "keep")
 COARSE = (
@@ -185,14 +186,8 @@ def _check_arguments(
         )
     counts = (("steps", steps, 1), ("batch_size", batch_size, 1), ("seed", seed, 0))
     for name, value, least in counts:
-        if not is_whole(value, least):
-            raise ConfigurationError(
-                f"{name} must be an integer of at least {least}. Received: {value!r}."
-            )
-    if random_layers not in RANDOM_LAYERS:
-        raise ConfigurationError(
-            f"random_layers must be 'off' or 'keep'. Received: {random_layers!r}."
-        )
+        check_whole(name, value, least)
+    check_one_of("random_layers", random_layers, RANDOM_LAYERS)
     if tf.distribute.has_strategy():
         raise ScopeError(
             "check_parity was called inside a strategy's scope. Call it outside: it "

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from tfdp.files.checked_json import finite
 from tfdp.tools.report.text import format_table
 from tfdp.tools.testing.rounding import excess
 
@@ -167,7 +167,7 @@ class ParityReport:
             plain[name] = getattr(self, name)
         for row, derived in zip(plain["rows"], self.rows, strict=True):
             row |= {"ratio": derived.ratio, "verdict": derived.verdict}
-        return _finite(plain)
+        return dict(finite(plain))
 
     def __str__(self) -> str:
         blocks = ["\n".join(self._heading())]
@@ -248,13 +248,3 @@ def _cells(row: VariableRow) -> tuple[str, ...]:
 def _wrapped(label: str, text: str) -> str:
     indent = " " * len(label)
     return textwrap.fill(text, 88, initial_indent=label, subsequent_indent=indent)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value

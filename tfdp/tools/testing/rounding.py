@@ -45,14 +45,8 @@ def bound(
 ) -> float:
     """The effect of rounding on a variable's difference; see the module.
 
-    Args:
-      spread: largest difference in movement between twins and one device.
-      step: number of steps, from 1.
-      largest_weight: largest magnitude of the variable.
-      travel: sum over the steps of the variable's largest change.
-      rows: rows of the largest global batch.
-      variable_round_off: u of the variable's dtype.
-      compute_round_off: u of the coarsest dtype that the model computes in.
+    `rows` are of the largest global batch; the units u are of the variable's dtype and
+    of the coarsest one that the model computes in.
     """
     stored = 2 * step * variable_round_off * largest_weight
     summed = 2 * math.sqrt(rows) * compute_round_off * travel

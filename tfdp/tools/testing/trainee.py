@@ -22,34 +22,45 @@ ModelChange = Callable[[keras.Model, int], None]
 OnStep = Callable[[int, list[list[np.ndarray]]], None]
 
 
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What to train, on what data, and how."""
+
+    build: Callable[[], keras.Model]
+    strategy: tf.distribute.Strategy
+    batches: tuple[Batch, ...]
+    seed: int
+    keep_random_layers: bool = False
+    changes: tuple[ModelChange, ...] = ()
+
+    @property
+    def replicas(self) -> int:
+        return self.strategy.num_replicas_in_sync
+
+
 @dataclasses.dataclass
 class Trainee:
     """A model that can be trained repeatedly from the same start."""
 
-    build: Callable[[], keras.Model]
+    setting: Setting
     strategy: tf.distribute.Strategy | None  # None: on one device
-    device: str  # the one device
-    seed: int  # for building
-    keep_random_layers: bool = False  # dropout and noise
-    changes: Sequence[ModelChange] = ()
     jit_compile: bool | None = None
 
-    def make(self, first_batch: Batch) -> None:
+    def make(self) -> None:
         """Builds the model, its variables and those of its optimizers."""
-        keras.utils.set_random_seed(self.seed)
+        keras.utils.set_random_seed(self.setting.seed)
         with self._placed():
-            self.model = _checked(self.build())
+            self.model = _checked(self.setting.build())
             self.switched_off: list[str] = []
-            if not self.keep_random_layers:
+            if not self.setting.keep_random_layers:
                 self.switched_off = switch_off_random_layers(self.model)
-            for change in self.changes:
+            for change in self.setting.changes:
                 change(self.model, self.replicas)
-            _build_variables(self.model, first_batch)
+            _build_variables(self.model, self.setting.batches[0])
             if not self.model.optimizer.built:
                 self.model.optimizer.build(self.model.trainable_variables)
         if self.jit_compile is not None:
             self.model.jit_compile = self.jit_compile
-        self._first_batch = first_batch
         self._made_variables = len(self._state())
 
     @property
@@ -64,7 +75,7 @@ class Trainee:
         """Restores `values()` of any trainee; learning rates only with `rates`."""
         if len(self._state()) > self._made_variables:
             # Training created variables, which only a new model lacks.
-            self.make(self._first_batch)
+            self.make()
         state = self._state()
         shapes = [tuple(variable.shape) for variable in state]
         if shapes != [value.shape for value in values]:
@@ -128,7 +139,7 @@ class Trainee:
 
     def _device(self) -> Any:
         if self.strategy is None:
-            return tf.device(self.device)
+            return tf.device(self.setting.strategy.extended.worker_devices[0])
         return contextlib.nullcontext()
 
 

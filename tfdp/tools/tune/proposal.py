@@ -7,7 +7,6 @@ trials where there is no time for all; measurements decide.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 
 from tfdp.errors import ConfigurationError
 from tfdp.tools.simulator.lossy import KNOWN_WAYS
@@ -52,15 +51,14 @@ def predicted_speed(
 
 
 def in_order(
-    space: Space, facts: TrialFacts, tried: Setting, without: Iterable[Setting] = ()
+    space: Space, facts: TrialFacts, tried: Setting
 ) -> list[tuple[Setting, float]]:
     """Settings with predicted speeds, fastest first; on a tie, fewest changes first."""
-    left = [setting for setting in space.settings if setting not in set(without)]
-    speeds = {
-        setting: predicted_speed(setting, facts, space.place, tried) for setting in left
-    }
-    left.sort(key=lambda each: (-round(speeds[each], 9), len(each.changes)))
-    return [(setting, speeds[setting]) for setting in left]
+    found = [
+        (setting, predicted_speed(setting, facts, space.place, tried))
+        for setting in space.settings
+    ]
+    return sorted(found, key=lambda each: (-round(each[1], 9), len(each[0].changes)))
 
 
 def _factor(setting: Setting) -> float:
@@ -89,7 +87,7 @@ def _seconds(
     if place.all_replicas == 1:
         return compute * steps
     try:
-        last = simulate_exchange(training, place.topology).end_seconds
+        last = simulate_exchange(training, place.topology)
     except ConfigurationError:
         return compute * steps
     # With accumulation only the last step exchanges, except for sharded gradients.

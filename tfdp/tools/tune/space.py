@@ -105,18 +105,11 @@ class Setting:
 
     @classmethod
     def from_json(cls, plain: Any) -> Setting:
-        """The inverse of `as_json`; ConfigurationError if `plain` is no setting."""
-        try:
-            found = cls(**plain)
-        except TypeError as error:
-            raise ConfigurationError(f"no setting: {error}") from None
-        if isinstance(found.hierarchy, list):
-            found = dataclasses.replace(found, hierarchy=tuple(found.hierarchy))
-        if found.lossy is not None and found.lossy not in LOSSY:
-            raise ConfigurationError(
-                f"lossy must be one of {', '.join(LOSSY)}. Received: {found.lossy!r}."
-            )
-        return found
+        """The inverse of `as_json`."""
+        levels = plain["hierarchy"]
+        return cls(
+            **{**plain, "hierarchy": levels if levels == "auto" else tuple(levels)}
+        )
 
 
 DEFAULTS = Setting()
@@ -196,30 +189,25 @@ def _hierarchies(place: Place) -> list[tuple[int, int]]:
 class Space:
     """The settings that differ.
 
-    `model`: its gradients determine which buckets are equal; None: unknown yet, only
-    the defaults. `fits`: whether a setting fits in memory; None: all do.
+    `knobs`: values by option, the default among them. `model`: its gradients determine
+    which buckets are equal. `fits`: whether a setting fits in memory; None: all do.
     """
 
     def __init__(
         self,
         place: Place,
         knobs: Mapping[str, Sequence[Any]],
-        model: ModelProfile | None,
+        model: ModelProfile,
         fits: Callable[[Setting], bool] | None = None,
     ):
-        for name, values in knobs.items():
-            if getattr(DEFAULTS, name) not in values:
-                raise ConfigurationError(
-                    f"{name}: the default {getattr(DEFAULTS, name)!r} must be among "
-                    f"the values. Received: {tuple(values)!r}."
-                )
         self.place = place
         self.knobs = {name: tuple(values) for name, values in knobs.items()}
         self.model = model
         self._first: dict[Any, Setting] = {}
-        found = self._all() if model is not None else [DEFAULTS]
         #: One per distinct training, the defaults first if they fit.
-        self.settings = tuple(each for each in found if fits is None or fits(each))
+        self.settings = tuple(
+            each for each in self._all() if fits is None or fits(each)
+        )
 
     def same_as(self, setting: Setting) -> Setting:
         """The setting of this space that is the same training."""
@@ -227,8 +215,6 @@ class Space:
 
     def buckets(self, setting: Setting) -> tuple[Bucket, ...]:
         """The buckets of gradients; one tensor each where buckets have no effect."""
-        if self.model is None:
-            return ()
         if not self.buckets_act(setting):
             return self.model.buckets(bucket_bytes=1, first_bucket_bytes=1)
         return self.model.buckets(

@@ -13,11 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import tensorflow as tf
 
 from tfdp.errors import CollectiveError
-from tfdp.tools.bench.gradient_sets import (
-    FLOAT32_BYTES,
-    GRADIENT_SETS,
-    count_parameters,
-)
+from tfdp.tools.bench.gradient_sets import GRADIENT_SETS, describe_set
 from tfdp.tools.bench.one_process.arms import ARMS, STOCK_PREFIX
 from tfdp.tools.bench.one_process.interleave import time_in_turn
 from tfdp.tools.bench.one_process.sum_check import check_sum
@@ -54,17 +50,11 @@ def measure_reduction(request: Request, devices: list[str]) -> CaseResult:
         calls=request.calls,
         finish=tf.test.experimental.sync_devices,
     )
-    parameters = count_parameters(shapes)
     return CaseResult(
         case=request.case.name,
         suite=request.case.suite,
         devices=len(devices),
-        subject={
-            "name": request.subject_name,
-            "tensors": len(shapes),
-            "parameters": parameters,
-            "bytes_per_replica": parameters * FLOAT32_BYTES,
-        },
+        subject=describe_set(request.subject_name, shapes),
         settings=request.settings(),
         arms={arm: ArmResult(tuple(figures)) for arm, figures in seconds.items()},
         left_out=left_out,

@@ -10,9 +10,10 @@ from typing import Any
 from tfdp.cluster.machine import describe_machine, installed_versions
 from tfdp.progress_bar import progress_bar
 from tfdp.tools.bench.processes.runner import measure_groups
+from tfdp.tools.bench.python_process import ProcessFailed
 from tfdp.tools.bench.request import Request
 from tfdp.tools.bench.results import CaseResult
-from tfdp.tools.bench.worker_process import WorkerFailed, run_worker
+from tfdp.tools.bench.worker_process import run_worker
 
 WORKER = "tfdp.tools.bench.one_process.worker"
 
@@ -93,6 +94,6 @@ def _run(request: Request, timeout_seconds: float) -> list[CaseResult | Failure]
 def _run_worker(request: Request, timeout_seconds: float) -> CaseResult | Failure:
     try:
         result = run_worker(WORKER, dataclasses.asdict(request), timeout_seconds)
-    except WorkerFailed as error:
+    except ProcessFailed as error:
         return Failure(request.case.name, request.devices, str(error))
     return CaseResult.from_json(result)

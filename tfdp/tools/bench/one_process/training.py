@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -40,9 +41,11 @@ class TrainingArm:
     global_batch: int
     network: keras.Model
 
-    @property
-    def parameters(self) -> int:
-        return sum(math.prod(w.shape) for w in self.network.trainable_weights)
+    def subject(self, request: Request) -> dict[str, Any]:
+        """What is trained, for reports."""
+        parameters = sum(math.prod(w.shape) for w in self.network.trainable_weights)
+        name, local_batch = request.subject_name, LOCAL_BATCH
+        return {"name": name, "parameters": parameters, "local_batch": local_batch}
 
 
 def measure_training(request: Request, devices: list[str]) -> CaseResult:
@@ -66,11 +69,7 @@ def measure_training(request: Request, devices: list[str]) -> CaseResult:
         case=request.case.name,
         suite=request.case.suite,
         devices=len(devices),
-        subject={
-            "name": request.subject_name,
-            "parameters": next(iter(arms.values())).parameters,
-            "local_batch": LOCAL_BATCH,
-        },
+        subject=next(iter(arms.values())).subject(request),
         settings=request.settings(),
         arms={
             arm: ArmResult(

@@ -35,7 +35,7 @@ class Place:
 
     rank: int
     workers: int
-    addresses: tuple[str, ...]
+    addresses: Sequence[str]
     devices_per_worker: int
     timeout_seconds: float
 

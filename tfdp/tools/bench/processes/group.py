@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from tfdp.cluster.addresses import LOOPBACK, free_port
@@ -23,8 +22,7 @@ from tfdp.errors import CollectiveError
 from tfdp.launch.environment import cluster_variables, local_environment
 from tfdp.launch.handover import mpi_command
 from tfdp.launch.program import Program
-from tfdp.tools.bench.processes.arms import GROUP_ARMS, GroupArm, find_mpiexec
-from tfdp.tools.bench.processes.member import Orders
+from tfdp.tools.bench.processes.arms import GROUP_ARMS, find_mpiexec
 from tfdp.tools.bench.processes.two_hosts import ADDRESSES, TwoHosts
 from tfdp.tools.bench.request import Request
 
@@ -32,6 +30,20 @@ OUTPUT_LINES_KEPT = 15
 LEAVE_SECONDS = 5.0
 POLL_SECONDS = 0.2
 GLOO_CARD = "GLOO_SOCKET_IFNAME"
+
+
+@dataclasses.dataclass
+class Figures:
+    """Of one arm, by repeat: seconds of a call, and processor seconds of all processes.
+
+    `facts`: what process 0 reported when it was ready; `sent_bytes`: of a call, by a
+    host, where there is a network.
+    """
+
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    processor_seconds: list[float] = dataclasses.field(default_factory=list)
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    sent_bytes: list[float] = dataclasses.field(default_factory=list)
 
 
 class Group:
@@ -46,13 +58,12 @@ class Group:
         arm: str,
         budget_seconds: float,
         hosts: TwoHosts | None = None,
-        arms: Mapping[str, GroupArm] = GROUP_ARMS,
     ):
         self.arm = arm
         self._calls = request.calls
         self._budget_seconds = self._left_seconds = budget_seconds
         replicas = request.workers * request.devices
-        row = self._row = arms[arm]
+        row = self._row = GROUP_ARMS[arm]
         self.workers = replicas if row.is_flat else request.workers
         if row.start == "single":
             self.workers = 1
@@ -67,11 +78,12 @@ class Group:
         self._request = request
         self._is_closed = self._has_failed = False
         self._job_key = make_job_key()
-        #: Per call of the last turn, all threads of all workers together.
-        self.processor_seconds = 0.0
+        #: What each worker reported when it was ready, by rank.
+        self.answers: list[dict[str, Any]] = []
+        self.figures = Figures()
 
-    def start(self) -> list[dict[str, Any]]:
-        """What each worker reports when ready, by rank; CollectiveError if one ends."""
+    def start(self) -> None:
+        """Waits until all workers are ready; CollectiveError if one ends."""
         start = time.monotonic()
         for number, (command, environment) in enumerate(self._commands()):
             with self._output_path(number).open("wb") as output:
@@ -88,14 +100,24 @@ class Group:
         while len(self._connections) < self.workers:
             self._accept(start)
         self._left_seconds -= time.monotonic() - start
-        return self._receive_all()
+        self.answers = self._receive_all()
+        self.figures.facts = self.answers[0]["facts"]
 
-    def turn(self) -> float:
-        """Seconds per call of the slowest worker; CollectiveError as `start`."""
+    def turn(self) -> None:
+        """Takes the figures of one repeat; CollectiveError as `start`.
+
+        Seconds are those of the slowest worker.
+        """
+        before = self._sent_bytes()
         self._send_to_all(self._calls)
         answers = self._receive_all()
-        self.processor_seconds = sum(answer["processor_seconds"] for answer in answers)
-        return max(answer["seconds"] for answer in answers)
+        busy = sum(answer["processor_seconds"] for answer in answers)
+        self.figures.seconds.append(max(answer["seconds"] for answer in answers))
+        self.figures.processor_seconds.append(busy)
+        if self._network is not None:
+            # One untimed call more; see `time_in_turn`.
+            share = (self._sent_bytes() - before) / (self._calls + 1)
+            self.figures.sent_bytes.append(share)
 
     def close(self) -> None:
         """Ends all processes, by force if necessary."""
@@ -116,28 +138,35 @@ class Group:
             process.wait()
         self._folder.cleanup()
 
+    def _sent_bytes(self) -> float:
+        """Bytes a host has sent so far, the mean of both."""
+        if self._network is None:
+            return 0.0
+        return sum(self._network.sent_bytes(host) for host in (0, 1)) / 2
+
     def _commands(self) -> list[tuple[list[str], dict[str, str]]]:
         hosts = [
             ADDRESSES[self._host_of(rank)] if self._network else LOOPBACK
             for rank in range(self.workers)
         ]
-        addresses = tuple(f"{host}:{free_port()}" for host in hosts)
+        addresses = [f"{host}:{free_port()}" for host in hosts]
         cores = sorted(os.sched_getaffinity(0))
         has_core_each = len(cores) >= self._request.workers
-        orders = Orders(
-            request=dataclasses.asdict(self._request),
-            arm=self.arm,
-            workers=self.workers,
-            devices_per_worker=self._devices_per_worker,
-            cores=tuple(cores[self._host_of(rank)] for rank in range(self.workers))
-            if has_core_each and not self._row.may_move
-            else (),
-            addresses=addresses,
-            control_path=f"{self._folder.name}/control",
-            timeout_seconds=self._budget_seconds,
-        )
-        words = (json.dumps(dataclasses.asdict(orders)),)
-        program = Program(self._row.member, words, is_module=True)
+        is_pinned = has_core_each and not self._row.may_move
+        ranks = range(self.workers) if is_pinned else ()
+        orders = {
+            "request": dataclasses.asdict(self._request),
+            "arm": self.arm,
+            "place": {
+                "workers": self.workers,
+                "addresses": addresses,
+                "devices_per_worker": self._devices_per_worker,
+                "timeout_seconds": self._budget_seconds,
+            },
+            "cores": [cores[self._host_of(rank)] for rank in ranks],
+            "control_path": f"{self._folder.name}/control",
+        }
+        program = Program(self._row.member, (json.dumps(orders),), is_module=True)
         if self._row.start == "mpi":
             _, *rest = mpi_command(
                 program,

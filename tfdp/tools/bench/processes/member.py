@@ -1,12 +1,16 @@
 """One process of a group: `python -m tfdp.tools.bench.processes.member ORDERS`, JSON.
 
 It sets up its arm, reports that it is ready, and then times calls each time that the
-benchmark sends their number.
+benchmark sends their number. The orders are the same for every process of a group:
+
+    request, arm   what to time
+    place          see `Place`; all but the rank
+    cores          by rank, the core to pin a process to; empty: not pinned
+    control_path   the benchmark's socket
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import queue
@@ -14,7 +18,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from tfdp.cluster import find_cluster
@@ -22,25 +25,6 @@ from tfdp.errors import ConfigurationError
 from tfdp.tools.bench.one_process.interleave import time_in_turn
 from tfdp.tools.bench.processes.arms import GROUP_ARMS, GroupArm, Place, Work
 from tfdp.tools.bench.request import Request
-
-
-@dataclasses.dataclass(frozen=True)
-class Orders:
-    """The same for every process of a group; see `Request` and `Place`.
-
-    `cores`: by rank, the core to pin a process to; empty: not pinned. `control_path`:
-    the benchmark's socket.
-    """
-
-    request: dict
-    arm: str
-    workers: int
-    devices_per_worker: int
-    cores: tuple[int, ...]
-    addresses: tuple[str, ...]
-    control_path: str
-    timeout_seconds: float
-
 
 # Control connection: lines of JSON both ways, over a Unix socket because mpiexec passes
 # standard input to rank 0 only. When it closes the process ends, wherever it waits: no
@@ -76,32 +60,26 @@ class Control:
             os._exit(EXIT_CODE)
 
 
-def main(arguments: list[str], arms: Mapping[str, GroupArm] = GROUP_ARMS) -> None:
+def main(arguments: list[str]) -> None:
     """Entry point of the process; `arguments`: the orders, as JSON."""
     # TensorFlow's start-up log would bury a worker's own error.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    orders = Orders(**json.loads(arguments[0]))
-    request = Request.from_json(orders.request)
+    orders = json.loads(arguments[0])
+    request, arm = Request.from_json(orders["request"]), orders["arm"]
     cluster = find_cluster()
-    place = Place(
-        rank=cluster.rank if cluster else 0,
-        workers=orders.workers,
-        addresses=tuple(orders.addresses),
-        devices_per_worker=orders.devices_per_worker,
-        timeout_seconds=orders.timeout_seconds,
-    )
+    place = Place(**orders["place"], rank=cluster.rank if cluster else 0)
     # Before TensorFlow starts its threads, which inherit the affinity.
-    if orders.cores:
-        os.sched_setaffinity(0, {orders.cores[place.rank]})
-    control = Control(orders.control_path, place.rank)
-    call, facts = _prepare(request, orders.arm, arms[orders.arm], place)
+    if orders["cores"]:
+        os.sched_setaffinity(0, {orders["cores"][place.rank]})
+    control = Control(orders["control_path"], place.rank)
+    call, facts = _prepare(request, arm, GROUP_ARMS[arm], place)
     control.send(facts)
     while calls := control.next_turn():
         busy_before = time.process_time()
-        seconds = time_in_turn({orders.arm: call}, repeats=1, calls=calls)
+        seconds = time_in_turn({arm: call}, repeats=1, calls=calls)
         # One untimed call more.
         busy = (time.process_time() - busy_before) / (calls + 1)
-        control.send({"seconds": seconds[orders.arm][0], "processor_seconds": busy})
+        control.send({"seconds": seconds[arm][0], "processor_seconds": busy})
 
 
 def _prepare(request: Request, arm: str, row: GroupArm, place: Place) -> Work:

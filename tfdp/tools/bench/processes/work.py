@@ -11,11 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdp.tools.bench.gradient_sets import (
-    FLOAT32_BYTES,
-    GRADIENT_SETS,
-    count_parameters,
-)
+from tfdp.tools.bench.gradient_sets import GRADIENT_SETS, describe_set
 from tfdp.tools.bench.one_process.reduction import (
     make_gradient,
     make_gradients,
@@ -78,7 +74,6 @@ def prepare_reduction(
     reduction = make_reduction(strategy, gradients, read=True, sum_of=sum_of)
     for _ in range(request.warmup_calls):
         reduction()
-    parameters = count_parameters(shapes)
 
     def call() -> list[np.ndarray]:
         return [value.numpy() for on_replicas in reduction() for value in on_replicas]
@@ -86,12 +81,7 @@ def prepare_reduction(
     return call, {
         "items_per_call": 1,
         "facts": {"sums_checked": len(shapes)},
-        "subject": {
-            "name": request.subject_name,
-            "tensors": len(shapes),
-            "parameters": parameters,
-            "bytes_per_replica": parameters * FLOAT32_BYTES,
-        },
+        "subject": describe_set(request.subject_name, shapes),
     }
 
 
@@ -118,11 +108,7 @@ def prepare_training(
     return lambda: float(training.step()), {
         "items_per_call": models * training.global_batch,
         "facts": facts,
-        "subject": {
-            "name": request.subject_name,
-            "parameters": training.parameters,
-            "local_batch": LOCAL_BATCH,
-        },
+        "subject": training.subject(request),
     }
 
 
