@@ -10,7 +10,7 @@ import keras
 from tfdp.callbacks.other_callbacks import Logs
 from tfdp.checks import is_number
 from tfdp.errors import ConfigurationError
-from tfdp.exchange.pipeline import GradientPipeline
+from tfdp.exchange.reducer import reducer_of
 from tfdp.plan.noise_scale import NoiseAverage, NoiseEstimate, split_norms
 from tfdp.step.compression import momentum_compression_of
 from tfdp.step.observers import NormsOfStep, NormsReader
@@ -173,17 +173,17 @@ class GradientNoiseScale(keras.callbacks.Callback):
 
 def _check_can_measure(model: keras.Model, name: str) -> None:
     strategy, optimizer = model.distribute_strategy, model.optimizer
-    pipeline = getattr(strategy.extended, "reducer", None)
+    reducer = reducer_of(strategy)
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     leaves = getattr(inner, "optimizers", None) or [inner]
     why = None
-    if not isinstance(pipeline, GradientPipeline):
+    if reducer is None:
         why = (
             f"needs the gradients of replicas, which {type(strategy).__name__} does "
             "not expose. Make the model under tfdp.DataParallelStrategy or "
             "tfdp.MultiHostDataParallelStrategy"
         )
-    elif pipeline.engine.replicas == 1:
+    elif reducer.transport.replicas == 1:
         why = (
             "compares the gradients of single replicas with their sum, but there is "
             "one replica. Train on several: tfdp.use_virtual_devices(2) splits a CPU"
@@ -200,7 +200,7 @@ def _check_can_measure(model: keras.Model, name: str) -> None:
             "measures the gradients of one batch, but this optimizer accumulates "
             "several. Estimate without accumulation: the noise scale is the same"
         )
-    elif getattr(strategy.extended.reducer, "compressed", None) is not None:
+    elif reducer.compressed is not None:
         why = (
             "needs whole sums of gradients, but Communication(compression=...) changes "
             "them. Estimate without compression: the noise scale is the same"

@@ -147,10 +147,11 @@ class SendReceive:
         self._send(part, rank, rank, key)
         return self.receive(like, rank, rank, key)
 
-    def all_gather(self, tensor: tf.Tensor, rank: int, key: str) -> tf.Tensor:
-        """All replicas' tensors, joined along the first axis in rank order."""
-        ranks = range(len(self.devices))
-        parts = self._swap([tensor] * len(ranks), rank, ranks, key, partly=True)
+    def all_gather(
+        self, tensor: tf.Tensor, rank: int, group: Sequence[int], key: str
+    ) -> tf.Tensor:
+        """All members' tensors, joined along the first axis in rank order."""
+        parts = self._swap([tensor] * len(group), rank, group, key, partly=True)
         with tf.device(self.devices[rank]):
             return tf.concat(parts, axis=0)
 

@@ -189,7 +189,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         call.meter()
         with self._as_current(run), call.leading(optimizers, made_metrics) as noted:
             result = super().run(call.step, call.args, call.kwargs, options)
-            refuse_own_branches(run, self.extended.reducer.branches)
+            refuse_own_branches(run, self.extended.reducer.transport.order.branches)
         if not is_reported:
             warn_of_same_rows(self, (call.args, call.kwargs), run)
         if call.is_reported and run.replicas > 1:

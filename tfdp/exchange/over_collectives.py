@@ -15,9 +15,10 @@ all of them: the place in the run, and the size.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,15 +29,18 @@ from tfdp._private.collective_runtime import abort_collectives, start_collective
 from tfdp.cluster.addresses import held_port
 from tfdp.cluster.description import join_address
 from tfdp.errors import ConfigurationError
-from tfdp.exchange.engine import next_group_key
+from tfdp.exchange.in_process import InProcess
+from tfdp.exchange.levels import FIRST, Levels
+from tfdp.exchange.over_link import OverLink
 from tfdp.exchange.packing import Tensors, pack, unpack
 from tfdp.exchange.traffic import ring_bytes
-from tfdp.exchange.two_level import LEADER, AcrossHostsEngine
+from tfdp.exchange.transport import next_group_key
 from tfdp.exchange.wire_types import collective_sum_dtype, fitting_wire_dtype
 from tfdp.hosts.exchange_watch import ExchangeWatch
 from tfdp.hosts.host_link import HostLink
 from tfdp.hosts.python_calls import counted
 from tfdp.hosts.server_guard import keep_to_workers
+from tfdp.plan.topology import Topology
 
 # A smaller tensor takes at least as long by the ring as by a round trip of the link.
 SMALLEST_BYTES = 64 * 2**10
@@ -73,7 +77,9 @@ def rendezvous_by_collectives(link: HostLink) -> None:
         keep_to_workers(link, [int(other) for other in ports])
 
 
-class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
+def levels_over_collectives(
+    devices: Sequence[str], link: HostLink, hint: str, wire_dtype: str | None = None
+) -> Levels:
     """Sums over the replicas of several processes, by TensorFlow's collectives.
 
     The names of `devices` contain the process: see `start_collectives`. `link` carries
@@ -86,21 +92,107 @@ class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
     per host. Two Python callbacks per bucket and host, without data. The NCCL path was
     not run on a GPU.
     """
+    inner = InProcess(devices, Topology(1, len(devices)))
+    if hint == "nccl":
+        return LevelsOverNccl(inner, OverLink(devices[0], link, wire_dtype))
+    levels = Levels(inner, OverRing(devices[0], link, wire_dtype))
+    # Local training was not tried with these collectives.
+    levels.host_groups = None
+    return levels
 
-    #: Local training was not tried with these collectives.
-    host_groups = None
 
-    def __init__(
-        self,
-        devices: Sequence[str],
-        link: HostLink,
-        hint: str,
-        wire_dtype: str | None = None,
-    ):
-        super().__init__(devices, link, wire_dtype)
-        self.name = "tensorflow"
-        self._hint = hint
+class OverRing(OverLink):
+    """`OverLink`, but TensorFlow's ring adds what is large."""
+
+    def __init__(self, device: str, link: HostLink, wire_dtype: str | None = None):
+        super().__init__(device, link, wire_dtype)
+        self.name, self.hint = "tensorflow", "ring"
+        self.large = LargeSums(self.devices, link, "ring", link.workers)
+
+    @property
+    def bytes_between_hosts(self) -> int | None:
+        return self.link.sent_bytes() + self.large.sent_bytes
+
+    @property
+    def seconds_between_hosts(self) -> float | None:
+        """None: TensorFlow does not report the duration of its collectives."""
+        return None
+
+    @contextlib.contextmanager
+    def run(self) -> Iterator[None]:
+        self.large.begin_run()
+        with super().run():
+            yield
+
+    def close(self) -> None:
+        super().close()
+        self.large.close()
+
+    def all_reduce(
+        self, tensors: Tensors, rank: int, label: str, wire_dtype: str | None = None
+    ) -> list[tf.Tensor]:
+        if not _are_large(tensors):
+            return super().all_reduce(tensors, rank, label, wire_dtype)
+        with tf.device(self.devices[0]):
+            # TensorFlow's ring waits for new memory on large buffers: measured on CPUs.
+            elements = [total.shape.num_elements() for total in tensors]
+            plan = plan_chunks(elements, CHUNK_BYTES // tensors[0].dtype.size)
+            chunks = cut_chunks(tensors, plan)
+            sums = self.large.sums(chunks, rank, label, wire_dtype)
+            return join_chunks(sums, plan, tensors)
+
+
+class LevelsOverNccl(Levels):
+    """`Levels`, but NCCL adds what is large, and handles both levels by itself."""
+
+    def __init__(self, inner: InProcess, outer: OverLink):
+        super().__init__(inner, outer)
+        self.name, self.hint, self.host_groups = "tensorflow", "nccl", None
+        self.large = LargeSums(self.devices, outer.link, "nccl", self.replicas)
+
+    @property
+    def bytes_between_hosts(self) -> int | None:
+        """None: NCCL chooses its own route over all GPUs, and does not report it."""
+        return None
+
+    @property
+    def seconds_between_hosts(self) -> float | None:
+        """None: TensorFlow does not report the duration of its collectives."""
+        return None
+
+    @contextlib.contextmanager
+    def run(self) -> Iterator[None]:
+        self.large.begin_run()
+        with super().run():
+            yield
+
+    def close(self) -> None:
+        super().close()
+        self.large.close()
+
+    def all_reduce(
+        self, tensors: Tensors, rank: int, label: str, wire_dtype: str | None = None
+    ) -> list[tf.Tensor]:
+        if not _are_large(tensors):
+            return super().all_reduce(tensors, rank, label, wire_dtype)
+        self.order.next(rank, "sum", tensors)
+        with tf.device(self.devices[rank]):
+            [total] = self.large.sums([pack(tensors)], rank, label, wire_dtype)
+            return unpack(total, tensors)
+
+
+class LargeSums:
+    """TensorFlow's collectives between hosts, for large tensors of static shape.
+
+    `devices` are those of this process that take part, of `members` in all. TensorFlow
+    uses the implementation `hint`: "nccl" or "ring".
+    """
+
+    def __init__(self, devices: Sequence[str], link: HostLink, hint: str, members: int):
+        self.devices, self.link, self.hint = tuple(devices), link, hint
+        self.sent_bytes = 0
         self._over_nccl = hint == "nccl"
+        self._members = members
         self._group_key = next_group_key()
         self._tokens = [names.make_token(device) for device in self.devices]
         # The place in the trace identifies a collective: all replicas trace the same
@@ -108,17 +200,15 @@ class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
         self._places = [0] * len(self.devices)
         self._step: Callable[[], Any] = lambda: None
         self._keys = CollectiveKeys()
-        self._sent_bytes = 0
         # A collective's deadline does not name the missing host. An abort is permanent:
         # afterwards every collective of this process fails.
         self._watch = ExchangeWatch(link, abort_collectives)
 
     def close(self) -> None:
-        super().close()
         self._watch.close()
 
     def begin_run(self) -> None:
-        super().begin_run()
+        """Called before the replicas of a `strategy.run` are traced."""
         # A step may have several runs, in separate graphs: places go on within a step,
         # but restart with each step, because hosts may trace different numbers of them.
         before, step = self._step(), names.outermost_function_graph()
@@ -126,44 +216,7 @@ class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
         self._places = [least] * len(self.devices)
         self._step = (lambda: None) if step is None else weakref.ref(step)
 
-    def sent_between_hosts(self) -> int | None:
-        # NCCL chooses its own route over all GPUs, and does not report it.
-        if self._over_nccl:
-            return None
-        return self.link.sent_bytes() + self._sent_bytes
-
-    def seconds_between_hosts(self) -> float | None:
-        """None: TensorFlow does not report the duration of its collectives."""
-        return None
-
-    def sum_everywhere(
-        self, tensors: Tensors, rank: int, label: str, wire_dtype: str | None
-    ) -> list[tf.Tensor]:
-        # NCCL handles both levels itself; on CPUs the replicas of a host sum first.
-        if not self._over_nccl or not _are_large(tensors):
-            return super().sum_everywhere(tensors, rank, label, wire_dtype)
-        self.next_call_number(rank, "sum", tensors)
-        with tf.device(self.devices[rank]):
-            packed = pack(tensors)
-            [total] = self._sums([packed], rank, label, wire_dtype)
-            return unpack(total, tensors)
-
-    def totals_at_leader(
-        self, tensors: Tensors, rank: int, call: int, label: str, wire_dtype: str | None
-    ) -> list[tf.Tensor]:
-        if self._over_nccl or not _are_large(tensors):
-            return super().totals_at_leader(tensors, rank, call, label, wire_dtype)
-        totals = self.sums_at_leader(tensors, rank, call)
-        if rank != LEADER:
-            return totals
-        with tf.device(self.devices[LEADER]):
-            # TensorFlow's ring waits for new memory on large buffers: measured on CPUs.
-            elements = [total.shape.num_elements() for total in totals]
-            plan = plan_chunks(elements, CHUNK_BYTES // totals[0].dtype.size)
-            sums = self._sums(cut_chunks(totals, plan), LEADER, label, wire_dtype)
-            return join_chunks(sums, plan, totals)
-
-    def _sums(
+    def sums(
         self, buffers: Tensors, rank: int, label: str, wire_dtype: str | None
     ) -> list[tf.Tensor]:
         """The sums of flat buffers over the group, with one launch each."""
@@ -171,18 +224,18 @@ class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
         dtype = tf.as_dtype(small) if small else buffers[0].dtype
         dtype = collective_sum_dtype(dtype, self.devices[0], over_nccl=self._over_nccl)
         wires = [tf.cast(buffer, dtype) for buffer in buffers]
-        number = self._begin(wires, label) if rank == LEADER else None
+        number = self._begin(wires, label) if rank == FIRST else None
         sums = []
         for buffer, wire in zip(buffers, wires, strict=True):
             total = tf.raw_ops.CollectiveReduceV2(
                 input=wire,
                 merge_op="Add",
                 final_op="Id",
-                group_size=self.replicas if self._over_nccl else self.link.workers,
+                group_size=self._members,
                 group_key=self._group_key,
                 instance_key=self._next_key(wire, rank),
                 ordering_token=[self._tokens[rank].handle],
-                communication_hint=self._hint,
+                communication_hint=self.hint,
                 timeout_seconds=0.0,  # see ExchangeWatch
             )
             # Unordered, so that all are in flight at once. But NCCL deadlocks where
@@ -208,7 +261,7 @@ class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
         sent = 2 * sum(ring_bytes(wire, place, hosts) or 0 for wire in wires)
 
         def begin() -> np.ndarray:
-            self._sent_bytes += sent
+            self.sent_bytes += sent
             return np.int64(self._watch.begin(label))
 
         with tf.control_dependencies(wires), tf.device("CPU:0"):

@@ -1,0 +1,155 @@
+"""Who waits for whom: the order of exchanges among the replicas of this process."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import tensorflow as tf
+
+from tfdp._private import names
+from tfdp.errors import CollectiveError
+from tfdp.exchange.packing import Tensors
+
+
+class ReplicaOrder:
+    """The exchanges of one `strategy.run`, which all replicas build in one order."""
+
+    def __init__(self, replicas: int):
+        #: The graph of the replica function under construction; None where a compiler
+        #: orders exchanges, in any graph.
+        self.run_graph: tf.Graph | None = None
+        #: The branches of `tf.cond` recorded in this run, each with its replica's rank.
+        #: All replicas must take the same branch of each.
+        self.branches: list[tuple[int, tf.Graph]] = []
+        self._numbers = CallNumbers(replicas)
+
+    def begin_run(self) -> None:
+        """Starts the tracing of one `strategy.run`: aligns all replicas' counts."""
+        self.run_graph = tf.compat.v1.get_default_graph()
+        self.branches = []
+        self._numbers.begin_run()
+
+    def next(self, rank: int, what: str = "", tensors: Tensors = ()) -> int:
+        """The number of this exchange, equal on all replicas; see `CallNumbers.next`.
+
+        Raises `CollectiveError` inside a `tf.while_loop` of the replica function, or a
+        function that XLA compiles.
+        """
+        if names.in_compiled_function():
+            raise CollectiveError(
+                "An exchange between replicas was built inside a function compiled by "
+                "XLA (jit_compile=True), where it cannot run. Masked or weighted mean "
+                "losses, synchronized batch normalization, train_on_batch and a "
+                "train_step of your own need one there: compile with "
+                "jit_compile=False, or keep the exchange outside the compiled "
+                "function."
+            )
+        if any(map(names.is_loop_graph, names.graphs_inside(self.run_graph))):
+            raise CollectiveError(
+                "An exchange between replicas (gradients, all_reduce, synchronized "
+                "batch normalization) was built inside a tf.while_loop of the "
+                "replica function. Each replica would run its own loop and wait "
+                "for the others forever. Unroll the loop in Python, put it around "
+                "strategy.run (steps_per_execution does), or do the exchange after it."
+            )
+        self.note_branches(rank)
+        return self._numbers.next(rank, what, tensors)
+
+    def note_branches(self, rank: int) -> None:
+        """Records the conditionals under construction. Exchanges record their own."""
+        if self.run_graph is not None:
+            inner = names.graphs_inside(self.run_graph)
+            self.branches += [(rank, g) for g in inner if names.is_branch_graph(g)]
+
+
+class CallNumbers:
+    """Counts the exchanges of this process's replicas, in order or by name."""
+
+    def __init__(self, replicas: int):
+        self._counts = [0] * replicas
+        # The number of an exchange by its name and how often that occurred before.
+        self._named: dict[tuple[str, int], int] = {}
+        self._named_so_far = 0
+        self._names_used: collections.Counter[tuple[str, int]] = collections.Counter()
+        #: By number: the first replica that reached it, and its exchange.
+        self._first: dict[int, tuple[int, str]] = {}
+
+    def begin_run(self) -> None:
+        """Aligns all replicas' counts.
+
+        A trace that failed half-way has left some ahead of others; without this every
+        later exchange would wait for a partner that never comes.
+        """
+        self._counts = [max(self._counts)] * len(self._counts)
+        # Numbers go on: one graph may hold several runs.
+        self._named.clear()
+        self._names_used.clear()
+        self._first.clear()
+
+    def next(self, rank: int, what: str = "", tensors: Tensors = ()) -> int:
+        """The number of this exchange; negative for a named one.
+
+        `tensors` have equal shapes on all replicas. Raises `CollectiveError` where
+        `what` or shapes differ from those of another replica; "": they may differ.
+        """
+        name = current_exchange_name()
+        if name is None:
+            number = self._counts[rank]
+            self._counts[rank] += 1
+        else:
+            number = self._number_of(name, rank)
+        if what and all(tensor.shape.is_fully_defined() for tensor in tensors):
+            shapes = ", ".join(f"{t.dtype.name} {t.shape}" for t in tensors)
+            self._check_identical(number, rank, f"{what} of {shapes}")
+        return number
+
+    def _number_of(self, name: str, rank: int) -> int:
+        before = self._names_used[name, rank]
+        self._names_used[name, rank] += 1
+        if (name, before) not in self._named:
+            self._named_so_far += 1
+            self._named[name, before] = -self._named_so_far
+        return self._named[name, before]
+
+    def _check_identical(self, number: int, rank: int, what: str) -> None:
+        first, of_first = self._first.setdefault(number, (rank, what))
+        if of_first != what:
+            raise CollectiveError(
+                f"Replicas {first} and {rank} would exchange different tensors: "
+                f"{first} comes with the {of_first}, {rank} with the {what}. They must "
+                "come to their exchanges (gradients, all_reduce, synchronized batch "
+                "normalization) in the same order. Look for code that only some "
+                "replicas run; and gradients of a model's own all_reduce in two "
+                "branches may come in another order on each replica: call one "
+                "all_reduce for both."
+            )
+
+
+# Exchanges of a forward pass are built in program order, the same on all replicas. A
+# tape orders gradients by how many operations lie between, which differs on a replica
+# that adds. So an exchange of a backward pass is matched by the name of the exchange
+# that it differentiates.
+_local = threading.local()
+
+
+@contextlib.contextmanager
+def exchanges_of(name: str) -> Iterator[None]:
+    """Within the context, replicas match exchanges by `name`, not by their order.
+
+    The name is the same on all replicas; several exchanges of one name are counted. "":
+    by order.
+    """
+    before = current_exchange_name()
+    _local.name = name
+    try:
+        yield
+    finally:
+        _local.name = before
+
+
+def current_exchange_name() -> str | None:
+    """The name that the calling replica's next exchange gets; None: by order."""
+    return getattr(_local, "name", None) or None
