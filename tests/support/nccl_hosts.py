@@ -15,11 +15,12 @@ from tfdp.strategies import multi_host
 ROWS, FEATURES, UNITS = 20, 6, 16
 
 
-def as_over_nccl(devices, link, hint, wire_dtype=None):
+class AsOverNccl(over_collectives.LevelsOverCollectives):
     """All replicas of all hosts are one group, and launch in one order."""
-    levels = over_collectives.levels_over_collectives(devices, link, "nccl", wire_dtype)
-    levels.large.hint = "ring"
-    return levels
+
+    def __init__(self, inner, outer, hint):
+        super().__init__(inner, outer, "nccl")
+        self.large.hint = "ring"
 
 
 def build():
@@ -42,7 +43,7 @@ def trained(build):
 
 def main(wire_dtype=None):
     over_collectives.SMALLEST_BYTES = 0
-    multi_host.levels_over_collectives = as_over_nccl
+    multi_host.LevelsOverCollectives = AsOverNccl
     strategy = tfdp.MultiHostDataParallelStrategy(
         communication=tfdp.Communication(
             engine="tensorflow",

@@ -11,7 +11,9 @@ import tensorflow as tf
 from tests.support.stand_in_link import StandInLink
 from tfdp.cluster import Cluster
 from tfdp.exchange.collectives import Collectives
-from tfdp.exchange.over_collectives import levels_over_collectives
+from tfdp.exchange.in_process import InProcess
+from tfdp.exchange.over_collectives import LevelsOverCollectives
+from tfdp.exchange.over_link import OverLink
 from tfdp.plan.communication import Communication
 from tfdp.plan.topology import Topology
 
@@ -37,11 +39,13 @@ def engine_over_nccl(replicas, hierarchy=None, devices=None):
 
 
 @contextlib.contextmanager
-def engine_of_hosts_over_nccl(replicas, **options):
+def engine_of_hosts_over_nccl(replicas):
     """The engine of several hosts, of one host, so that it runs in one process."""
     link = LinkOfOne(Cluster(1, 0, None), Communication())
     devices = [f"CPU:{rank}" for rank in range(replicas)]
-    engine = levels_over_collectives(devices, link, "nccl", **options)
+    engine = LevelsOverCollectives(
+        InProcess(devices, Topology(1, replicas)), OverLink(devices[0], link), "nccl"
+    )
     engine.large.hint = "ring"
     try:
         yield engine

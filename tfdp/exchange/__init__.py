@@ -10,7 +10,6 @@ levels                  first the replicas of a host, then the hosts
 over_link               hosts over a link
 over_collectives        hosts over TensorFlow's collectives
 tpu                     TPU cores
-host_calls              ordered Python callbacks from a graph
 sparse                  gradients of embeddings
 compressed              gradients compressed by a method of tfdp.compression
 peers                   which replicas exchange compressed gradients

@@ -28,7 +28,7 @@ import tensorflow as tf
 
 from tfdp._private import names
 from tfdp.errors import CollectiveError
-from tfdp.exchange.ordering import CallNumbers
+from tfdp.exchange.ordering import CallNumbers, run_independently
 from tfdp.exchange.packing import (
     Layouts,
     Tensors,
@@ -159,7 +159,7 @@ class Collectives(Transport):
             result = tf.raw_ops.CollectiveAllToAllV2(
                 **self._launch(outgoing, self._everyone, rank)
             )
-            names.run_independently(result.op)
+            run_independently(result.op)
             result = rearranged(result, self._places(self._everyone))
         return tf.ensure_shape(result, rows.shape)
 
@@ -278,7 +278,7 @@ class Collectives(Transport):
             result = tf.raw_ops.CollectiveReduceV2(
                 merge_op="Add", final_op="Id", **self._launch(tensor, group, rank)
             )
-        names.run_independently(result.op)
+        run_independently(result.op)
         return result
 
     def _gather(self, tensor: tf.Tensor, group: _Group, rank: int) -> tf.Tensor:
@@ -286,7 +286,7 @@ class Collectives(Transport):
         self.traffic.add(rank, tensor, times=len(group.ranks) - 1)
         with tf.device(self.devices[rank]):
             result = tf.raw_ops.CollectiveGatherV2(**self._launch(tensor, group, rank))
-            names.run_independently(result.op)
+            run_independently(result.op)
             return rearranged(result, self._places(group))
 
     def _gather_same_type(
@@ -307,11 +307,11 @@ class Collectives(Transport):
                 result = tf.raw_ops.CollectiveReduceScatterV2(
                     merge_op="Add", final_op="Id", **self._launch(tensor, group, rank)
                 )
-                names.run_independently(result.op)
+                run_independently(result.op)
                 return result
             rows = tf.reshape(tensor, [size, -1])
             parts = tf.raw_ops.CollectiveAllToAllV2(**self._launch(rows, group, rank))
-            names.run_independently(parts.op)
+            run_independently(parts.op)
             return tf.reduce_sum(parts, axis=0)
 
     def _order(self, group: _Group) -> tuple[int, ...]:

@@ -58,7 +58,7 @@ class HostGroup:
         if tf.executing_eagerly():
             (total,) = self.sum_arrays([value.numpy()], label)
             return tf.convert_to_tensor(unaligned_copy(total))
-        return self._in_graphs().sum_over_link([value], label)[0]
+        return self._in_graphs().all_reduce([value], 0, label)[0]
 
     def gather(self, tensor: tf.Tensor, axis: int = 0) -> tf.Tensor:
         """The hosts' tensors concatenated in host order; lengths may differ."""

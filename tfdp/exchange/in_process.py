@@ -63,17 +63,17 @@ class InProcess(Transport):
     @contextlib.contextmanager
     def run(self) -> Iterator[None]:
         with super().run():
-            self.hand.begin_run(tf.compat.v1.get_default_graph())
+            self.hand.tokens.begin_run()
             self.outer.order.begin_run()
             for each in (self, self.inner, self.outer):
                 each.begin_roots()
             yield
-            self.hand.end_run(always=self.orders_runs)
+            self.hand.tokens.end_run(always=self.orders_runs)
 
     def begin(self, rank: int, what: str = "", tensors: Tensors = ()) -> str:
         """The key of an exchange that the replica begins to build."""
         call = self.order.next(rank, what, tensors)
-        self.hand.pin_to_replica(rank)
+        self.hand.tokens.pin_to_replica(rank)
         return f"{self.prefix}{call}"
 
     def all_reduce(

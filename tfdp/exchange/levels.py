@@ -83,8 +83,14 @@ class Levels(Transport):
     ) -> list[tf.Tensor]:
         sums = self.inner.reduce(tensors, rank)
         if rank == FIRST:
-            sums = self.outer.all_reduce(sums, FIRST, label, wire_dtype)
+            sums = self.sum_of_hosts(sums, label, wire_dtype)
         return self.inner.broadcast(sums, rank)
+
+    def sum_of_hosts(
+        self, tensors: Tensors, label: str, wire_dtype: str | None
+    ) -> list[tf.Tensor]:
+        """The sums of what the first replica of each host passes."""
+        return self.outer.all_reduce(tensors, FIRST, label, wire_dtype)
 
     def all_reduce_rows(
         self,
@@ -117,7 +123,7 @@ class Levels(Transport):
         elif rank == FIRST:
             # Every host has all shards, so every host needs the whole sum; only its
             # distribution within the host is cheaper.
-            own = self.outer.all_reduce(sums, FIRST, label, self.wire_dtype)
+            own = self.sum_of_hosts(sums, label, self.wire_dtype)
         return [
             self._hand_out(ours, tensor.dtype, layout, rank, f"{key}/{place}/down")
             for place, (ours, tensor, layout) in enumerate(

@@ -31,6 +31,7 @@ from tfdp.cluster.description import join_address
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.in_process import InProcess
 from tfdp.exchange.levels import FIRST, Levels
+from tfdp.exchange.ordering import run_independently
 from tfdp.exchange.over_link import OverLink
 from tfdp.exchange.packing import Tensors, pack, unpack
 from tfdp.exchange.traffic import ring_bytes
@@ -40,7 +41,6 @@ from tfdp.hosts.exchange_watch import ExchangeWatch
 from tfdp.hosts.host_link import HostLink
 from tfdp.hosts.python_calls import counted
 from tfdp.hosts.server_guard import keep_to_workers
-from tfdp.plan.topology import Topology
 
 # A smaller tensor takes at least as long by the ring as by a round trip of the link.
 SMALLEST_BYTES = 64 * 2**10
@@ -77,83 +77,37 @@ def rendezvous_by_collectives(link: HostLink) -> None:
         keep_to_workers(link, [int(other) for other in ports])
 
 
-def levels_over_collectives(
-    devices: Sequence[str], link: HostLink, hint: str, wire_dtype: str | None = None
-) -> Levels:
-    """Sums over the replicas of several processes, by TensorFlow's collectives.
+class LevelsOverCollectives(Levels):
+    """`Levels`, but TensorFlow's collectives add between hosts what is large.
 
-    The names of `devices` contain the process: see `start_collectives`. `link` carries
-    small tensors, and detects missing hosts. `hint` is "nccl" or "ring". Unlike the
-    link, the collectives add in `wire_dtype`; with "nccl" bfloat16 travels and is added
-    as float32.
+    The names of the devices contain the process: see `start_collectives`. `outer`
+    carries small tensors, and its link detects missing hosts. `hint` is "nccl" or
+    "ring". Unlike the link, the collectives add in `wire_dtype`; with "nccl" bfloat16
+    travels and is added as float32.
 
     Cost: with "nccl" one launch per bucket and replica and 2 n (N - 1) / N bytes for
     n bytes on N replicas; with "ring" a launch per 6 MiB and 2 n (H - 1) / H bytes
     per host. Two Python callbacks per bucket and host, without data. The NCCL path was
     not run on a GPU.
     """
-    inner = InProcess(devices, Topology(1, len(devices)))
-    if hint == "nccl":
-        return LevelsOverNccl(inner, OverLink(devices[0], link, wire_dtype))
-    levels = Levels(inner, OverRing(devices[0], link, wire_dtype))
-    # Local training was not tried with these collectives.
-    levels.host_groups = None
-    return levels
 
-
-class OverRing(OverLink):
-    """`OverLink`, but TensorFlow's ring adds what is large."""
-
-    def __init__(self, device: str, link: HostLink, wire_dtype: str | None = None):
-        super().__init__(device, link, wire_dtype)
-        self.name, self.hint = "tensorflow", "ring"
-        self.large = LargeSums(self.devices, link, "ring", link.workers)
-
-    @property
-    def bytes_between_hosts(self) -> int | None:
-        return self.link.sent_bytes() + self.large.sent_bytes
-
-    @property
-    def seconds_between_hosts(self) -> float | None:
-        """None: TensorFlow does not report the duration of its collectives."""
-        return None
-
-    @contextlib.contextmanager
-    def run(self) -> Iterator[None]:
-        self.large.begin_run()
-        with super().run():
-            yield
-
-    def close(self) -> None:
-        super().close()
-        self.large.close()
-
-    def all_reduce(
-        self, tensors: Tensors, rank: int, label: str, wire_dtype: str | None = None
-    ) -> list[tf.Tensor]:
-        if not _are_large(tensors):
-            return super().all_reduce(tensors, rank, label, wire_dtype)
-        with tf.device(self.devices[0]):
-            # TensorFlow's ring waits for new memory on large buffers: measured on CPUs.
-            elements = [total.shape.num_elements() for total in tensors]
-            plan = plan_chunks(elements, CHUNK_BYTES // tensors[0].dtype.size)
-            chunks = cut_chunks(tensors, plan)
-            sums = self.large.sums(chunks, rank, label, wire_dtype)
-            return join_chunks(sums, plan, tensors)
-
-
-class LevelsOverNccl(Levels):
-    """`Levels`, but NCCL adds what is large, and handles both levels by itself."""
-
-    def __init__(self, inner: InProcess, outer: OverLink):
+    def __init__(self, inner: InProcess, outer: OverLink, hint: str):
         super().__init__(inner, outer)
-        self.name, self.hint, self.host_groups = "tensorflow", "nccl", None
-        self.large = LargeSums(self.devices, outer.link, "nccl", self.replicas)
+        self.name, self.hint = "tensorflow", hint
+        # Local training was not tried with these collectives.
+        self.host_groups = None
+        # NCCL handles both levels itself; on CPUs the replicas of a host sum first.
+        self._over_nccl = hint == "nccl"
+        devices = self.devices if self._over_nccl else self.devices[:1]
+        members = self.replicas if self._over_nccl else outer.replicas
+        self.large = LargeSums(devices, outer.link, hint, members)
 
     @property
     def bytes_between_hosts(self) -> int | None:
-        """None: NCCL chooses its own route over all GPUs, and does not report it."""
-        return None
+        # NCCL chooses its own route over all GPUs, and does not report it.
+        if self._over_nccl:
+            return None
+        return self.outer.link.sent_bytes() + self.large.sent_bytes
 
     @property
     def seconds_between_hosts(self) -> float | None:
@@ -173,12 +127,25 @@ class LevelsOverNccl(Levels):
     def all_reduce(
         self, tensors: Tensors, rank: int, label: str, wire_dtype: str | None = None
     ) -> list[tf.Tensor]:
-        if not _are_large(tensors):
+        if not self._over_nccl or not _are_large(tensors):
             return super().all_reduce(tensors, rank, label, wire_dtype)
         self.order.next(rank, "sum", tensors)
         with tf.device(self.devices[rank]):
             [total] = self.large.sums([pack(tensors)], rank, label, wire_dtype)
             return unpack(total, tensors)
+
+    def sum_of_hosts(
+        self, tensors: Tensors, label: str, wire_dtype: str | None
+    ) -> list[tf.Tensor]:
+        if self._over_nccl or not _are_large(tensors):
+            return super().sum_of_hosts(tensors, label, wire_dtype)
+        with tf.device(self.devices[FIRST]):
+            # TensorFlow's ring waits for new memory on large buffers: measured on CPUs.
+            elements = [total.shape.num_elements() for total in tensors]
+            plan = plan_chunks(elements, CHUNK_BYTES // tensors[0].dtype.size)
+            chunks = cut_chunks(tensors, plan)
+            sums = self.large.sums(chunks, FIRST, label, wire_dtype)
+            return join_chunks(sums, plan, tensors)
 
 
 class LargeSums:
@@ -243,7 +210,7 @@ class LargeSums:
             # only within a process: there each replica's token keeps its launches in
             # trace order.
             if not self._over_nccl:
-                names.run_independently(total.op)
+                run_independently(total.op)
             sums.append(tf.cast(total, buffer.dtype))
         return sums if number is None else self._end(number, sums)
 
@@ -266,7 +233,7 @@ class LargeSums:
 
         with tf.control_dependencies(wires), tf.device("CPU:0"):
             number = tf.numpy_function(counted(begin), [], tf.int64, stateful=True)
-        names.run_independently(number.op)
+        run_independently(number.op)
         return number
 
     def _end(self, number: tf.Tensor, sums: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -276,7 +243,7 @@ class LargeSums:
 
         with tf.control_dependencies(sums), tf.device("CPU:0"):
             ended = tf.numpy_function(counted(end), [number], tf.int64, stateful=True)
-        names.run_independently(ended.op)
+        run_independently(ended.op)
         with tf.control_dependencies([ended]):
             return [tf.identity(total) for total in sums]
 
@@ -432,7 +399,7 @@ def try_collectives(
                     timeout_seconds=trial_seconds,
                 )
             # Otherwise one replica's would wait for the next one's.
-            names.run_independently(total.op)
+            run_independently(total.op)
             totals.append(total)
         return totals
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp.exchange.host_calls import LinkCalls
+from tfdp.exchange.ordering import LinkCalls
 from tfdp.exchange.packing import Layouts, PackedSmall, Tensors
 from tfdp.exchange.sparse import table_shape
 from tfdp.exchange.transport import Transport
@@ -69,12 +69,6 @@ class OverLink(Transport):
     def all_reduce(
         self, tensors: Tensors, rank: int, label: str, wire_dtype: str | None = None
     ) -> list[tf.Tensor]:
-        return self.sum_over_link(tensors, label, wire_dtype)
-
-    def sum_over_link(
-        self, tensors: Tensors, label: str, wire_dtype: str | None = None
-    ) -> list[tf.Tensor]:
-        """`all_reduce`, also where large sums take another way."""
         fitting = fitting_wire_dtype(tensors, wire_dtype)
         with tf.device(self.devices[0]):
             small = PackedSmall(tensors)

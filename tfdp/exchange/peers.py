@@ -7,12 +7,11 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import tensorflow as tf
 
 from tfdp.errors import ConfigurationError
-from tfdp.exchange.in_process import InProcess
-from tfdp.exchange.over_link import OverLink
 from tfdp.exchange.packing import Tensors
 from tfdp.exchange.transport import Transport
 
@@ -20,10 +19,10 @@ from tfdp.exchange.transport import Transport
 @dataclasses.dataclass(frozen=True)
 class PeerGroup:
     """The replicas that exchange over `transport`; all replicas call `collect` and
-    `distribute`. With `inner` they are the first replica of each host."""
+    `distribute`. With `inner`, an `InProcess`, they are the first of each host."""
 
     transport: Transport
-    inner: InProcess | None = None
+    inner: Any = None
 
     @property
     def size(self) -> int:
@@ -84,11 +83,7 @@ class PeersOfOne:
         return self.group.transport.first_part + place
 
     def sum(self, tensors: Tensors) -> list[tf.Tensor]:
-        transport = self.group.transport
-        if isinstance(transport, OverLink):
-            # Not by TensorFlow's collectives, which add in another order.
-            return transport.sum_over_link(tensors, self.label)
-        return transport.all_reduce(tensors, self.rank, self.label)
+        return self.group.transport.all_reduce(tensors, self.rank, self.label)
 
     def gather(self, words: tf.Tensor) -> tf.Tensor:
         return self.gather_ahead(words)[0]

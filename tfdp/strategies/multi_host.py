@@ -22,7 +22,7 @@ from tfdp.exchange.elastic_pipeline import ElasticPipeline
 from tfdp.exchange.host_group import HostGroup
 from tfdp.exchange.in_process import InProcess
 from tfdp.exchange.levels import Levels
-from tfdp.exchange.over_collectives import levels_over_collectives
+from tfdp.exchange.over_collectives import LevelsOverCollectives
 from tfdp.exchange.over_link import OverLink
 from tfdp.exchange.reducer import Reducer
 from tfdp.hosts import crash_report
@@ -276,14 +276,12 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         self, link: HostLink, devices: tuple[str, ...], communication: Communication
     ) -> Levels:
         wire_dtype = communication.link_dtype
+        inner = InProcess(devices, Topology(1, len(devices)))
+        outer = OverLink(devices[0], link, wire_dtype)
         if self._connection.by_collectives:
             hint = choose_engine(devices, communication).hint
-            return levels_over_collectives(devices, link, hint, wire_dtype)
-        return Levels(
-            InProcess(devices, Topology(1, len(devices))),
-            OverLink(devices[0], link, wire_dtype),
-            shards_over_hosts=self.shards_over_hosts,
-        )
+            return LevelsOverCollectives(inner, outer, hint)
+        return Levels(inner, outer, shards_over_hosts=self.shards_over_hosts)
 
     def reducer_within(self, outside: Reducer, communication: Communication) -> Reducer:
         if self.elastic_hosts is None:
