@@ -20,7 +20,7 @@ from tests.support.parity import (
 )
 from tfdp.callbacks import Autotune
 from tfdp.errors import ConfigurationError
-from tfdp.exchange.pipeline import GradientPipeline
+from tfdp.exchange.reducer import Reducer
 from tfdp.tools.callbacks import autotune as module
 
 # Gradients of 1,584 + 132 + 660 + 20 bytes: one bucket, four of these, three of those.
@@ -80,7 +80,7 @@ def clock(monkeypatch):
     class Watched(Autotune):
         @property
         def bucket_bytes_now(self):
-            return self._pipeline.communication.bucket_bytes
+            return self._reducer.communication.bucket_bytes
 
     found = Clock()
 
@@ -188,14 +188,14 @@ def test_each_setting_is_traced_once_and_the_last_trace_is_the_winner_s(
     clock, monkeypatch
 ):
     """The first replica's buckets, in each trace of a step of 22 rows or of 17."""
-    plan, counts = GradientPipeline.plan, []
+    plan, counts = Reducer.plan, []
 
     def noted(self, tensors):
         buckets = plan(self, tensors)
         counts.append(len(buckets))
         return buckets
 
-    monkeypatch.setattr(GradientPipeline, "plan", noted)
+    monkeypatch.setattr(Reducer, "plan", noted)
     fitted(clock(lambda size: {64: 1.0}.get(size, 2.0)))
     # The state that rides along is in the buckets, too.
     kinds = sorted(set(counts))

@@ -3,7 +3,7 @@
 import pytest
 import tensorflow as tf
 
-from tfdp.exchange.two_level_collectives import TensorFlowAcrossHostsEngine
+from tfdp.exchange.over_collectives import LargeSums
 
 
 class Link:
@@ -24,12 +24,12 @@ class Link:
     ],
 )
 def test_exchanges_of_another_place_and_size_never_share_a_number(pair):
-    engine = TensorFlowAcrossHostsEngine(["CPU:0"], Link(), "ring")
+    sums = LargeSums(["CPU:0"], Link(), "ring", members=2)
     keys = []
     for place, elements in pair:
-        engine._places[0] = place
-        keys.append(engine._next_key(tf.TensorSpec([elements], tf.float32), 0))
+        sums._places[0] = place
+        keys.append(sums._next_key(tf.TensorSpec([elements], tf.float32), 0))
     assert keys[0] != keys[1]
-    engine._places[0] = pair[0][0]
-    again = engine._next_key(tf.TensorSpec([pair[0][1]], tf.float32), 0)
+    sums._places[0] = pair[0][0]
+    again = sums._next_key(tf.TensorSpec([pair[0][1]], tf.float32), 0)
     assert again == keys[0]

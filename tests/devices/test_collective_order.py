@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import tfdp
 from tests.support.over_nccl import step_of
-from tfdp.exchange.collectives import TensorFlowEngine, rearranged
+from tfdp.exchange.collectives import Collectives, rearranged
 from tfdp.plan.topology import Topology
 
 pytestmark = pytest.mark.timeout(250)
@@ -67,9 +67,7 @@ def test_two_levels_in_another_order(shard):
 def exchange(devices, replica, hierarchy=None):
     """What `replica(engine, rank)` gives on each rank, and the graph of it."""
     count = len(devices)
-    engine = TensorFlowEngine(
-        devices, Topology(*(hierarchy or (1, count))), hint="ring"
-    )
+    engine = Collectives(devices, Topology(*(hierarchy or (1, count))), hint="ring")
     step = step_of(engine, replica)
     return [one.numpy() for one in step()], step.get_concrete_function().graph
 
@@ -80,7 +78,7 @@ def test_gathers_are_in_the_order_of_the_replicas(order):
     # Each brings as many rows as its number, and one.
     results, _ = exchange(
         ORDERS[order],
-        lambda engine, rank: engine.all_gather(10 * rank + tf.range(rank + 1), rank),
+        lambda engine, rank: engine.gather(10 * rank + tf.range(rank + 1), rank),
     )
     for result in results:
         np.testing.assert_array_equal(result, [0, 10, 11, 20, 21, 22])
@@ -91,7 +89,7 @@ def test_rows_go_to_the_replica_of_their_number(order):
     results, _ = exchange(
         ORDERS[order],
         lambda engine, rank: engine.all_to_all(
-            tf.constant([[100 * rank + to, -rank] for to in range(3)]), rank
+            tf.constant([[100 * rank + to, -rank] for to in range(3)]), rank, "rows"
         ),
     )
     for rank, result in enumerate(results):
@@ -103,9 +101,9 @@ def test_rows_go_to_the_replica_of_their_number(order):
 def test_words_of_replicas_are_joined_in_their_order(order):
     results, _ = exchange(
         ORDERS[order],
-        lambda engine, rank: engine.all_gather_equal(
-            tf.constant([rank, rank + 7]), rank
-        ),
+        lambda engine, rank: engine.start(tf.constant([rank, rank + 7]), rank, "words")[
+            0
+        ],
     )
     for result in results:
         np.testing.assert_array_equal(result, [[0, 7], [1, 8], [2, 9]])
@@ -118,7 +116,7 @@ def test_sums_of_unknown_length_on_both_levels(hierarchy):
     def replica(engine, rank):
         own = tf.constant(numbers[rank])
         length = tf.constant(7) * tf.cast(tf.timestamp() > 0, tf.int32)
-        return engine.all_reduce(own[:length], rank)
+        return engine.all_reduce([own[:length]], rank, "sum")[0]
 
     results, _ = exchange(TWO_HOSTS, replica, hierarchy)
     for result in results:
@@ -130,7 +128,7 @@ def test_sums_of_unknown_length_on_both_levels(hierarchy):
 def test_only_another_order_costs_an_operation(order):
     _, graph = exchange(
         ORDERS[order],
-        lambda engine, rank: engine.all_to_all(tf.fill([3, 1], rank), rank),
+        lambda engine, rank: engine.all_to_all(tf.fill([3, 1], rank), rank, "rows"),
     )
     moves = [op for op in graph.get_operations() if op.type == "GatherV2"]
     assert len(moves) == (0 if order == "natural" else 6)
@@ -139,7 +137,7 @@ def test_only_another_order_costs_an_operation(order):
 def test_the_order_is_asked_for_where_functions_run_eagerly():
     tf.config.run_functions_eagerly(True)
     try:
-        engine = TensorFlowEngine(ORDERS["turned"], Topology(1, 3), hint="ring")
+        engine = Collectives(ORDERS["turned"], Topology(1, 3), hint="ring")
         # TensorFlow's first is CPU:0, which is replica 1.
         assert engine._order(engine._everyone) == (1, 2, 0)
     finally:

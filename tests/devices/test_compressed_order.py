@@ -5,34 +5,31 @@ import tensorflow as tf
 import tfdp
 from tfdp.exchange.compressed import CompressedSums, Kept
 from tfdp.exchange.peers import PeerGroup
+from tfdp.exchange.transport import Transport
+from tfdp.plan.topology import Topology
 
 COUNT, BUCKETS = 4, 4
 SHAPE = [64, 64]
 
 
-class BothAlike(PeerGroup):
-    """Two who say the same; an operation stands for the beginning of each exchange."""
-
-    size = 2
+class BothAlike(Transport):
+    """Of two with equal tensors; an operation stands for the start of an exchange."""
 
     def __init__(self):
+        super().__init__(["CPU:0", "CPU:0"], Topology(1, 2))
         self.begun = []
         self.sent = []
 
-    def sum(self, tensors, rank, label):
-        return [2 * tensor for tensor in tensors]
-
-    def gather(self, words, rank, label):
-        return tf.stack([words, words])
-
-    def gather_ahead(self, words, rank, label):
-        self.sent.append(words)
-        with tf.control_dependencies([words]):
+    def start(self, tensor, rank, label):
+        self.sent.append(tensor)
+        with tf.control_dependencies([tensor]):
             self.begun.append(tf.constant(0, name="begun"))
-        return self.gather(words, rank, label), self.begun[-1]
+        return tf.stack([tensor, tensor]), self.begun[-1]
 
-    def all_to_all(self, rows, rank, label):
-        return rows
+    def _nothing(self, *given, **options):
+        raise NotImplementedError
+
+    all_reduce = reduce_scatter = all_gather = gather = broadcast = _nothing
 
 
 def runs_behind(tensor):
@@ -47,10 +44,10 @@ def runs_behind(tensor):
 
 
 def test_a_bucket_is_made_when_the_message_before_it_has_begun():
-    group = BothAlike()
+    transport = BothAlike()
     summer = CompressedSums(
         tfdp.compression.Int8(min_bytes=0),
-        group,
+        PeerGroup(transport),
         ["CPU:0"],
         tfdp.Communication(bucket_bytes=4 * 64 * 64, first_bucket_bytes=4 * 64 * 64),
     )
@@ -59,8 +56,8 @@ def test_a_bucket_is_made_when_the_message_before_it_has_begun():
         kept = [Kept(tf.zeros(SHAPE), {}) for _ in gradients]
         step = tf.constant(0, tf.int64)
         summer.exchange(gradients, kept, step, 0)
-        assert len(group.begun) == BUCKETS
-        for before, sent in zip(group.begun[:-1], group.sent[1:], strict=True):
+        assert len(transport.begun) == BUCKETS
+        for before, sent in zip(transport.begun[:-1], transport.sent[1:], strict=True):
             assert before.op in runs_behind(sent)
             # Nor when what came back is there: it is on its way meanwhile.
             assert not any(op.type == "Pack" for op in runs_behind(sent))

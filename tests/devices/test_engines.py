@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tests.support.parity import UNIT_ROUND_OFF, make_strategy
 from tfdp.errors import CollectiveError
-from tfdp.exchange.pipeline import GradientPipeline
+from tfdp.exchange.reducer import Reducer
 
 SETTINGS = [
     pytest.param(2, {"engine": "in_process"}, id="in_process-2"),
@@ -280,8 +280,8 @@ def test_launches_leave_no_threads_behind():
 
 
 def test_a_tensor_that_no_bucket_holds_is_an_error(monkeypatch):
-    plan = GradientPipeline.plan
-    monkeypatch.setattr(GradientPipeline, "plan", lambda *given: plan(*given)[:-1])
+    plan = Reducer.plan
+    monkeypatch.setattr(Reducer, "plan", lambda *given: plan(*given)[:-1])
     values = [[tf.ones([2]), tf.ones([0])]] * 2
     with pytest.raises(KeyError):
         reduce_lists(make_strategy(2, engine="in_process"), values)

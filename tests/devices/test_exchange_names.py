@@ -8,7 +8,7 @@ import tensorflow as tf
 import tfdp
 from tests.support.parity import make_strategy
 from tfdp.errors import CollectiveError
-from tfdp.exchange.engine import CallNumbers, exchanges_of
+from tfdp.exchange.ordering import CallNumbers, exchanges_of
 
 RNG = np.random.default_rng(0)
 REAL = RNG.normal(size=(27, 12)).astype("float32")

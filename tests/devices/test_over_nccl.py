@@ -42,8 +42,8 @@ def test_bfloat16_is_added_as_float32(hierarchy):
     step = step_of(
         engine,
         lambda engine, rank: engine.all_reduce(
-            tf.fill([3, 5], tf.cast(PARTS[rank], tf.bfloat16)), rank
-        ),
+            [tf.fill([3, 5], tf.cast(PARTS[rank], tf.bfloat16))], rank, "sum"
+        )[0],
     )
     for result in step():
         assert result.dtype == tf.bfloat16
@@ -56,15 +56,15 @@ def test_bfloat16_is_added_as_float32(hierarchy):
 def test_the_ring_adds_on_gpus_in_types_that_their_kernel_adds():
     # Halves of one GPU, which NCCL refuses. Only traced: there is no GPU here.
     devices = ["/device:GPU:0", "/device:GPU:1"]
-    engine = collectives.TensorFlowEngine(devices, Topology(1, 2), hint="ring")
+    engine = collectives.Collectives(devices, Topology(1, 2), hint="ring")
     given = [tf.int32, tf.bfloat16, tf.float16, tf.float32, tf.int64, tf.uint8]
     added = [tf.int64, tf.float32, tf.float16, tf.float32, tf.int64, tf.int64]
     for dtype, other in zip(given, added, strict=True):
         step = step_of(
             engine,
             lambda engine, rank, dtype=dtype: engine.all_reduce(
-                tf.zeros([3, 5], dtype), rank
-            ),
+                [tf.zeros([3, 5], dtype)], rank, "sum"
+            )[0],
         )
         results = step.get_concrete_function().structured_outputs
         assert {result.dtype for result in results} == {dtype}
@@ -77,9 +77,9 @@ def test_shards_of_bfloat16_are_added_as_float32_and_gathered_as_they_are(hierar
 
     def replica(engine, rank):
         own = tf.fill([9, 3], tf.cast(PARTS[rank], tf.bfloat16))
-        shards = engine.reduce_scatter_bucket([own], [layout], rank, "bucket")
+        shards = engine.reduce_scatter([own], [layout], rank, "bucket")
         assert [shard.dtype for shard in shards] == [tf.bfloat16]
-        return engine.all_gather_bucket(shards, [layout], rank, "bucket")[0]
+        return engine.all_gather(shards, [layout], rank, "bucket")[0]
 
     step = step_of(engine_over_nccl(4, hierarchy), replica)
     for result in step():
@@ -96,15 +96,15 @@ def test_shards_of_bfloat16_are_added_as_float32_and_gathered_as_they_are(hierar
 @pytest.mark.parametrize("hierarchy", LEVELS)
 def test_nccl_itself_is_asked_for_sums_of_float32(hierarchy):
     engine = engine_over_nccl(4, hierarchy)
-    engine._hint, engine._has_reduce_scatter = "nccl", True
+    engine.hint, engine._has_reduce_scatter = "nccl", True
     for group in (engine._everyone, *engine._within, *engine._across):
         engine._orders[group.key] = tuple(range(len(group.ranks)))  # asked of nobody
     layout = ShardLayout((9, 3), parts=4)
 
     def replica(engine, rank):
         own = tf.zeros([9, 3], tf.bfloat16)
-        total = engine.all_reduce(own, rank)
-        return [total, *engine.reduce_scatter_bucket([own], [layout], rank, "bucket")]
+        [total] = engine.all_reduce([own], rank, "sum")
+        return [total, *engine.reduce_scatter([own], [layout], rank, "bucket")]
 
     ops = collectives_of(step_of(engine, replica))
     assert {op.get_attr("communication_hint") for op in ops} == {b"nccl"}
@@ -117,8 +117,8 @@ def test_other_types_are_added_as_they_are(dtype):
     step = step_of(
         engine_over_nccl(4),
         lambda engine, rank: engine.all_reduce(
-            tf.fill([7], tf.cast(rank, dtype)), rank
-        ),
+            [tf.fill([7], tf.cast(rank, dtype))], rank, "sum"
+        )[0],
     )
     for result in step():
         np.testing.assert_array_equal(result, np.full(7, 6))
@@ -140,7 +140,7 @@ LARGE = 20_000  # numbers: more bytes than go by the link
 def test_between_hosts_bfloat16_is_added_as_float32(dtype, wire_dtype, sent):
     def replica(engine, rank):
         own = tf.fill([2 * LARGE], tf.cast(PARTS[rank], dtype))
-        return engine.sum_everywhere([own], rank, "bucket", wire_dtype)[0]
+        return engine.all_reduce([own], rank, "bucket", wire_dtype)[0]
 
     with engine_of_hosts_over_nccl(4) as engine:
         step = step_of(engine, replica)
@@ -171,7 +171,7 @@ def buckets(engine, rank, flag):
     own = [tf.fill([LARGE + number], float(rank + number)) for number in range(5)]
 
     def total(number):
-        return engine.sum_everywhere([own[number]], rank, f"bucket {number}", None)[0]
+        return engine.all_reduce([own[number]], rank, f"bucket {number}")[0]
 
     first = [total(4), total(3)]
     branch = tf.cond(flag, lambda: total(2), lambda: own[2])
@@ -225,7 +225,7 @@ def test_sums_of_unknown_size_stay_in_their_groups(hierarchy, dtype):
     def replica(engine, rank, rows):
         own = tf.cast(rows, dtype) * tf.cast(rank + 1, dtype)
         # Two of them, the second one always smaller than the first.
-        return engine.all_reduce(own, rank), engine.all_reduce(own[1:], rank)
+        return [engine.all_reduce([part], rank, "sum")[0] for part in (own, own[1:])]
 
     step = step_of(engine, replica)
     spec = tf.TensorSpec([None, 3], tf.float32)
@@ -248,7 +248,7 @@ def test_gathers_of_unknown_size_stay_in_their_group(shape, devices, over_nccl):
     engine._over_nccl = over_nccl
 
     def replica(engine, rank, rows):
-        return engine.all_gather(rows[: tf.shape(rows)[0] * rank // 2] + rank, rank)
+        return engine.gather(rows[: tf.shape(rows)[0] * rank // 2] + rank, rank)
 
     step = step_of(engine, replica)
     spec = tf.TensorSpec(shape, tf.int32)
@@ -272,9 +272,9 @@ def test_keys_of_launches_and_sizes_never_meet():
     keys = []
     for _ in range(5):
         for number in (0, 1, len(ROUND_SIZES) - 1, None):
-            engine.begin_run()
             group = engine._everyone.of_size(number)
-            launch = engine._launch(tf.zeros([4]), group, rank=0)
+            with engine.run():
+                launch = engine._launch(tf.zeros([4]), group, rank=0)
             assert launch["group_key"] == engine._everyone.key
             keys.append(int(launch["instance_key"]))
     # A launch for all sizes of a step would do; here each has one of its own.
@@ -307,7 +307,7 @@ def test_tables_train_as_on_one_device_in_one_group(monkeypatch):
         engines.append(engine_over_nccl(len(devices), devices=devices))
         return engines[-1]
 
-    monkeypatch.setattr(choose_engine, "TensorFlowEngine", make)
+    monkeypatch.setattr(choose_engine, "Collectives", make)
     strategy = tfdp.DataParallelStrategy(
         devices=["CPU:0", "CPU:1", "CPU:2"],
         communication=tfdp.Communication(engine="tensorflow"),

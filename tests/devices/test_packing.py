@@ -7,8 +7,11 @@ import pytest
 import tensorflow as tf
 
 from tests.support.stand_in_link import StandInLink
+from tfdp.exchange.in_process import InProcess
+from tfdp.exchange.levels import Levels
+from tfdp.exchange.over_link import OverLink
 from tfdp.exchange.packing import SMALL_BYTES, PackedSmall
-from tfdp.exchange.two_level import AcrossHostsEngine
+from tfdp.plan.topology import Topology
 
 LARGE = SMALL_BYTES // 4 + 1
 LARGEST = SMALL_BYTES // 4
@@ -90,18 +93,19 @@ def test_a_sum_over_hosts_hands_small_ones_over_as_one():
             return super().sum(arrays, label, channel, wire_dtype, packed)
 
     two = types.SimpleNamespace(rank=0, workers=2, timeout_seconds=5)
-    engine = AcrossHostsEngine(
-        ["/job:localhost/replica:0/task:0/device:CPU:0"], Link(two, two), "bfloat16"
+    device = "/job:localhost/replica:0/task:0/device:CPU:0"
+    levels = Levels(
+        InProcess([device], Topology(1, 1)), OverLink(device, Link(two, two))
     )
     tensors = [tf.ones([3]), tf.ones([2, 2]), tf.ones([LARGE]), tf.ones([])]
 
     @tf.function
     def sums():
-        engine.begin_run()
-        return engine.all_reduce_gradients(tensors, 0, "bucket")
+        with levels.run():
+            return levels.all_reduce(tensors, 0, "bucket", "bfloat16")
 
     for total, tensor in zip(sums(), tensors, strict=True):
         np.testing.assert_array_equal(total, 2 * tensor)
-    engine.close()
+    levels.close()
     shapes = [[[3], [2, 2]], [], []]
     assert seen == [([(7,), (LARGE,), ()], "bfloat16", shapes)]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdp.exchange.two_level_collectives import cut_chunks, join_chunks, plan_chunks
+from tfdp.exchange.over_collectives import cut_chunks, join_chunks, plan_chunks
 
 SHAPES = {
     "small ones share a piece": [(2,), (1, 3), (), (2, 2)],

@@ -182,7 +182,7 @@ def test_the_next_training_is_recorded_behind_the_first(tmp_path):
     fit(tmp_path, model, epochs=1)
     extended = model.distribute_strategy.extended
     assert observers_of(model, object) == []
-    assert not extended.reducer.engine.traffic.meters
+    assert not extended.reducer.transport.traffic.meters
     model.fit(*data(), batch_size=BATCH, verbose=0)  # without it: nothing is added
     model.fit(
         *data(),

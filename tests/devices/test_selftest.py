@@ -12,7 +12,7 @@ import tensorflow as tf
 import tfdp
 from tests.support.fresh_python import run_python
 from tfdp.errors import CollectiveError, ParityError
-from tfdp.exchange.pipeline import GradientPipeline
+from tfdp.exchange.reducer import Reducer
 from tfdp.tools.bench.worker_process import run_worker
 from tfdp.tools.selftest import memory, overhead, rates, training
 from tfdp.tools.selftest.memory import build_large
@@ -52,12 +52,12 @@ def test_sums_are_right(small, engine):
 
 def changed_sums(monkeypatch, change):
     """The sums that every replica gets go through `change(sums, own, rank)`."""
-    whole = GradientPipeline._by_buckets
+    whole = Reducer._by_buckets
 
     def by_buckets(self, values, rank, *rest, **options):
         return change(whole(self, values, rank, *rest, **options), values, rank)
 
-    monkeypatch.setattr(GradientPipeline, "_by_buckets", by_buckets)
+    monkeypatch.setattr(Reducer, "_by_buckets", by_buckets)
 
 
 def test_one_wrong_number_is_found(small, monkeypatch):

@@ -81,8 +81,8 @@ def trace(strategy, replica_step):
 
 
 def counted(strategy):
-    engine = strategy._pipeline.engine
-    return [engine.sent_bytes(rank) for rank in range(engine.replicas)]
+    transport = strategy.extended.reducer.transport
+    return [transport.traffic.of(rank) for rank in range(transport.replicas)]
 
 
 def sharded_bytes(model, replicas, padded):

@@ -26,7 +26,7 @@ from tests.support.parity import (
 from tests.support.slow_rows import covering
 from tests.support.tpu_stand_in import StandInStrategy
 from tfdp.errors import ConfigurationError
-from tfdp.exchange.tpu import CrossReplicaReducer
+from tfdp.exchange.tpu import CrossReplica
 from tfdp.strategies.tpu import TPUDataParallelExtended
 
 STAGE_1 = {"shard": "optimizer", "shard_min_bytes": 0}
@@ -207,7 +207,7 @@ class TensorFlowsOwn(StandInStrategy):
         extended = TPUDataParallelExtended(
             self,
             tpu_stand_in.Resolver(2),
-            CrossReplicaReducer,
+            CrossReplica,
             draws_per_replica=draws_per_replica,
             sharding=self._sharding,
             device_assignment=tpu_stand_in.Assignment(2),

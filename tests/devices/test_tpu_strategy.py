@@ -26,7 +26,8 @@ from tests.support.parity import (
 )
 from tests.support.tpu_stand_in import StandInStrategy
 from tfdp.errors import CollectiveError, ConfigurationError, ScopeError
-from tfdp.exchange.tpu import CrossReplicaReducer
+from tfdp.exchange.reducer import Reducer
+from tfdp.exchange.tpu import CrossReplica
 from tfdp.strategies.tpu import TPUDataParallelExtended
 
 
@@ -290,7 +291,7 @@ class TensorFlowsOwn(StandInStrategy):
         extended = TPUDataParallelExtended(
             self,
             tpu_stand_in.Resolver(2),
-            functools.partial(CrossReplicaReducer, wire_dtype=wire_dtype),
+            functools.partial(CrossReplica, wire_dtype=wire_dtype),
             draws_per_replica=draws_per_replica,
             device_assignment=tpu_stand_in.Assignment(2),
         )
@@ -344,7 +345,7 @@ def test_a_plain_function_outside_of_a_graph_is_refused():
 
 
 def test_what_cores_cannot_add_is_refused():
-    reducer = CrossReplicaReducer(2)
+    reducer = Reducer(CrossReplica(2))
     with pytest.raises(CollectiveError, match="int64"):
         reducer.all_reduce([tf.constant([1], tf.int64)], 0)
 

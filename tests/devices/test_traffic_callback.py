@@ -179,7 +179,7 @@ def test_slices_count_by_the_rows_that_a_step_has(engine):
 def test_the_next_training_counts_nothing():
     model = make()
     fit(model, epochs=1)
-    engine = model.distribute_strategy.extended.reducer.engine
+    engine = model.distribute_strategy.extended.reducer.transport
     assert not engine.traffic.meters
     history = model.fit(*data(), batch_size=BATCH, verbose=0).history
     assert set(history) == {"loss"}

@@ -1,6 +1,6 @@
 """Two exchanges never share the number by which TensorFlow finds partners."""
 
-from tfdp.exchange.two_level_collectives import KEYS, CollectiveKeys, first_choice
+from tfdp.exchange.over_collectives import KEYS, CollectiveKeys, first_choice
 
 # Found by trying 130,000 of them.
 SAME_CHOICE = ("193 873842 float32", "99 1544612 float32")
@@ -31,10 +31,8 @@ def test_a_number_does_not_follow_from_the_order():
 
 
 def test_the_last_number_is_followed_by_the_first(monkeypatch):
-    from tfdp.exchange import two_level_collectives
+    from tfdp.exchange import over_collectives
 
-    monkeypatch.setattr(
-        two_level_collectives, "first_choice", lambda exchange: KEYS - 1
-    )
+    monkeypatch.setattr(over_collectives, "first_choice", lambda exchange: KEYS - 1)
     keys = CollectiveKeys()
     assert [keys.key_of(exchange) for exchange in "abca"] == [KEYS - 1, 0, 1, KEYS - 1]

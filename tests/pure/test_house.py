@@ -89,6 +89,20 @@ def test_a_file_holds_one_idea(module):
     assert long == []
 
 
+def test_the_interface_of_transports_is_small():
+    """Nine methods, with the context of a run; all else of a transport is a fact."""
+    [module] = [m for m in MODULES if m.name == "tfdp.exchange.transport"]
+    [transport] = [node for node in module.tree.body if isinstance(node, ast.ClassDef)]
+    methods = [
+        node.name
+        for node in transport.body
+        if isinstance(node, ast.FunctionDef)
+        and not node.name.startswith("_")
+        and not any(ast.unparse(d) == "property" for d in node.decorator_list)
+    ]
+    assert len(methods) <= 9, methods
+
+
 def test_the_benchmark_scripts_keep_their_measure():
     scripts = REPOSITORY.joinpath("benchmarks").glob("*.py")
     lines = {path.name: path.read_text("utf-8").count("\n") for path in scripts}

@@ -213,7 +213,7 @@ def test_imports_have_no_cycle():
         ("tfdp.errors", "from tfdp import strategies"),
         ("tfdp.errors", "def late():\n    import tensorflow as tf"),
         ("tfdp.plan.topology", "from keras import ops"),
-        ("tfdp.exchange.pipeline", "from ..strategies.data_parallel import X"),
+        ("tfdp.exchange.reducer", "from ..strategies.data_parallel import X"),
         (
             "tfdp.strategies.data_parallel",
             "def late():\n    from tfdp.tools.commands.cli import main",

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 import tfdp
 from tfdp.cluster import nvidia
-from tfdp.exchange import two_level_collectives
+from tfdp.exchange import over_collectives
 from tfdp.strategies import connect_hosts
 
 ROWS, FEATURES, RATE = 12, 5, 0.1
@@ -40,7 +40,7 @@ def prepare(case, rank):
     nvidia.query_gpus = lambda what: ["GPU-a", "GPU-b"]
     os.environ[nvidia.VISIBLE] = "GPU-a" if case == "one GPU" else str(rank)
     tf.config.get_logical_device_configuration = lambda gpu: None
-    two_level_collectives.SMALLEST_BYTES = 0
+    over_collectives.SMALLEST_BYTES = 0
     if case == "in use" and rank == 1:
         tfdp.use_virtual_devices(2)
         tf.constant(1.0)

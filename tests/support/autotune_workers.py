@@ -27,7 +27,7 @@ class Clock:
         self.callback, self.slow_bytes, self.now = callback, slow_bytes, 0.0
 
     def perf_counter(self):
-        size = self.callback._pipeline.communication.bucket_bytes
+        size = self.callback._reducer.communication.bucket_bytes
         self.now += 2.0 if size == self.slow_bytes else 1.0
         return self.now
 

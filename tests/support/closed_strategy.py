@@ -15,7 +15,7 @@ import tensorflow as tf
 import tfdp
 from tests.support.parity import classification_data, dense_model
 from tfdp.cluster import find_cluster
-from tfdp.exchange import two_level_collectives
+from tfdp.exchange import over_collectives
 
 # Only there to end a hang.
 HANG_SECONDS = 60
@@ -51,7 +51,7 @@ def fail_to_construct():
 
 
 def main(engine):
-    two_level_collectives.SMALLEST_BYTES = 0
+    over_collectives.SMALLEST_BYTES = 0
     if engine != "tensorflow":  # which starts once in a process
         tell("construct", fail_to_construct)
         tell_threads("construct")

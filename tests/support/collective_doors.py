@@ -27,9 +27,9 @@ def main(mode):
     def noting_keep(link, ports):
         seen.append((keep(link, ports), ports))
 
-    from tfdp.exchange import two_level_collectives
+    from tfdp.exchange import over_collectives
 
-    two_level_collectives.keep_to_workers = noting_keep
+    over_collectives.keep_to_workers = noting_keep
     strategy = tfdp.MultiHostDataParallelStrategy(
         communication=tfdp.Communication(engine="tensorflow", timeout_seconds=120)
     )

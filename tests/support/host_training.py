@@ -18,7 +18,7 @@ import tensorflow as tf
 import tfdp
 from tests.support import kept_optimizers, programs
 from tests.support.parity import classification_data, dense_model
-from tfdp.exchange import two_level_collectives
+from tfdp.exchange import over_collectives
 
 ROWS = 53  # in batches of 24: 24, 24 and 5, which leaves replicas without a row
 
@@ -345,8 +345,8 @@ def main(path, shard, names):
     stage, group, engine, offload, *_ = [*shard.split("/"), "", "", ""]
     if engine == "tensorflow":
         # The models here are small; so that all of it takes this way, in pieces.
-        two_level_collectives.SMALLEST_BYTES = 0
-        two_level_collectives.CHUNK_BYTES = 256
+        over_collectives.SMALLEST_BYTES = 0
+        over_collectives.CHUNK_BYTES = 256
     strategy = tfdp.MultiHostDataParallelStrategy(
         shard=stage,
         shard_group=group or "all",

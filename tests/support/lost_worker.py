@@ -16,7 +16,7 @@ import tensorflow as tf
 
 import tfdp
 from tests.support.parity import classification_data, dense_model
-from tfdp.exchange import two_level_collectives
+from tfdp.exchange import over_collectives
 
 FAILING_WORKER = 1
 
@@ -69,7 +69,7 @@ def failing_in_step(model, is_failing):
 def main():
     engine = sys.argv[4] if len(sys.argv) > 4 else "auto"
     fails_in_step = engine == "tensorflow"
-    two_level_collectives.SMALLEST_BYTES = 0
+    over_collectives.SMALLEST_BYTES = 0
     strategy = tfdp.MultiHostDataParallelStrategy(
         communication=tfdp.Communication(
             engine=engine,

@@ -9,18 +9,18 @@ import keras
 import numpy as np
 
 import tfdp
-from tfdp.exchange import two_level_collectives
+from tfdp.exchange import over_collectives
 from tfdp.strategies import multi_host
 
 ROWS, FEATURES, UNITS = 20, 6, 16
 
 
-class AsOverNccl(two_level_collectives.TensorFlowAcrossHostsEngine):
+class AsOverNccl(over_collectives.LevelsOverCollectives):
     """All replicas of all hosts are one group, and launch in one order."""
 
-    def __init__(self, devices, link, hint, wire_dtype=None):
-        super().__init__(devices, link, "nccl", wire_dtype)
-        self._hint = "ring"
+    def __init__(self, inner, outer, hint):
+        super().__init__(inner, outer, "nccl")
+        self.large.hint = "ring"
 
 
 def build():
@@ -42,8 +42,8 @@ def trained(build):
 
 
 def main(wire_dtype=None):
-    two_level_collectives.SMALLEST_BYTES = 0
-    multi_host.TensorFlowAcrossHostsEngine = AsOverNccl
+    over_collectives.SMALLEST_BYTES = 0
+    multi_host.LevelsOverCollectives = AsOverNccl
     strategy = tfdp.MultiHostDataParallelStrategy(
         communication=tfdp.Communication(
             engine="tensorflow",
@@ -59,7 +59,7 @@ def main(wire_dtype=None):
             return build()
 
     own = trained(build_within)
-    print("launches", len(strategy.extended.reducer.engine._keys._keys))
+    print("launches", len(strategy.extended.reducer.transport.large._keys._keys))
     strategy.close()
     expected = trained(build)
     print(

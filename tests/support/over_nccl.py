@@ -10,8 +10,10 @@ import tensorflow as tf
 
 from tests.support.stand_in_link import StandInLink
 from tfdp.cluster import Cluster
-from tfdp.exchange.collectives import TensorFlowEngine
-from tfdp.exchange.two_level_collectives import TensorFlowAcrossHostsEngine
+from tfdp.exchange.collectives import Collectives
+from tfdp.exchange.in_process import InProcess
+from tfdp.exchange.over_collectives import LevelsOverCollectives
+from tfdp.exchange.over_link import OverLink
 from tfdp.plan.communication import Communication
 from tfdp.plan.topology import Topology
 
@@ -27,22 +29,24 @@ class LinkOfOne(StandInLink):
 
 
 def engine_over_nccl(replicas, hierarchy=None, devices=None):
-    """A `TensorFlowEngine` that asks for the ring and does all else as over NCCL."""
+    """A `Collectives` that asks for the ring and does all else as over NCCL."""
     devices = devices or [f"CPU:{rank}" for rank in range(replicas)]
     topology = Topology(*(hierarchy or (1, replicas)))
-    engine = TensorFlowEngine(devices, topology, hint="nccl")
-    engine._hint = "ring"
+    engine = Collectives(devices, topology, hint="nccl")
+    engine.hint = "ring"
     engine._has_reduce_scatter = False  # there is none for CPUs
     return engine
 
 
 @contextlib.contextmanager
-def engine_of_hosts_over_nccl(replicas, **options):
+def engine_of_hosts_over_nccl(replicas):
     """The engine of several hosts, of one host, so that it runs in one process."""
     link = LinkOfOne(Cluster(1, 0, None), Communication())
     devices = [f"CPU:{rank}" for rank in range(replicas)]
-    engine = TensorFlowAcrossHostsEngine(devices, link, "nccl", **options)
-    engine._hint = "ring"
+    engine = LevelsOverCollectives(
+        InProcess(devices, Topology(1, replicas)), OverLink(devices[0], link), "nccl"
+    )
+    engine.large.hint = "ring"
     try:
         yield engine
     finally:
@@ -54,9 +58,9 @@ def step_of(engine, replica):
 
     @tf.function(autograph=False)
     def step(*arguments):
-        engine.begin_run()
         ranks = range(len(engine.devices))
-        return [replica(engine, rank, *arguments) for rank in ranks]
+        with engine.run():
+            return [replica(engine, rank, *arguments) for rank in ranks]
 
     return step
 

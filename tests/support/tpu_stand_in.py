@@ -26,7 +26,7 @@ from tensorflow.python.tpu import tpu_replication
 
 import tfdp
 from tests.support.queue_exchange import QueueExchange
-from tfdp.exchange.tpu import CrossReplicaReducer
+from tfdp.exchange.tpu import CrossReplica
 from tfdp.strategies.tpu import TPUDataParallelExtended
 
 
@@ -257,9 +257,7 @@ class StandInStrategy(tfdp.TPUDataParallelStrategy):
         return TPUDataParallelExtended(
             self,
             Resolver(self.replicas_wanted),
-            lambda replicas: CrossReplicaReducer(
-                replicas, exchange(replicas), wire_dtype
-            ),
+            lambda replicas: CrossReplica(replicas, exchange(replicas), wire_dtype),
             draws_per_replica=draws_per_replica,
             sharding=self._sharding,
             device_assignment=Assignment(self.replicas_wanted),

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp.errors import CollectiveError, ConfigurationError
-from tfdp.exchange.pipeline import GradientPipeline
+from tfdp.exchange.reducer import reducer_of
 from tfdp.files.checked_json import parse_json
 
 
@@ -46,8 +46,7 @@ def places_of(strategy: Any) -> list[str]:
 
 def refuse_strategy(strategy: Any, name: str) -> None:
     """Raises a `ConfigurationError` unless the strategy is of tfdp, on CPUs or GPUs."""
-    reducer = getattr(strategy.extended, "reducer", None)
-    if not isinstance(reducer, GradientPipeline):
+    if reducer_of(strategy) is None:
         raise ConfigurationError(
             f"{name} inspects replicas of tfdp on CPUs and GPUs, but the model "
             f"was compiled under {type(strategy).__name__}. Make it under "

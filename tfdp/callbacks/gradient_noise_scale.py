@@ -178,7 +178,7 @@ def _check_can_measure(model: keras.Model, name: str) -> None:
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     leaves = getattr(inner, "optimizers", None) or [inner]
     why = None
-    if strategy.extended.reducer.engine.replicas == 1:
+    if strategy.extended.reducer.transport.replicas == 1:
         why = (
             "compares the gradients of single replicas with their sum, but there is "
             "one replica. Train on several: tfdp.use_virtual_devices(2) splits a CPU"

@@ -10,9 +10,9 @@ import keras
 from tfdp.callbacks.gather_from_hosts import refuse_strategy
 from tfdp.callbacks.other_callbacks import Logs
 from tfdp.errors import ConfigurationError
-from tfdp.exchange.engine import Engine
-from tfdp.exchange.pipeline import GradientPipeline
+from tfdp.exchange.reducer import reducer_of
 from tfdp.exchange.traffic import TrafficMeter
+from tfdp.exchange.transport import Transport
 
 
 class Traffic(keras.callbacks.Callback):
@@ -69,11 +69,11 @@ class Traffic(keras.callbacks.Callback):
         self._before = self._epoch = Reading()
 
     def on_train_begin(self, logs: Logs = None) -> None:
-        engine = engine_of(self.model, "Traffic")
+        transport = transport_of(self.model, "Traffic")
         self._close()  # left by a failed training
-        if engine is None:
+        if transport is None:
             return
-        self._reader = TrafficReader(engine)
+        self._reader = TrafficReader(transport)
         self.model.make_train_function(force=True)
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
@@ -140,40 +140,39 @@ class Reading:
 class TrafficReader:
     """Counts what replicas of this process send, in graphs built from now on."""
 
-    def __init__(self, engine: Engine | None):
-        self._engine = engine
+    def __init__(self, transport: Transport | None):
+        self._transport = transport
         self._meter = TrafficMeter()
-        if engine is not None:
-            engine.traffic.meters.add(self._meter)
+        if transport is not None:
+            transport.traffic.meters.add(self._meter)
 
     def read(self) -> Reading:
-        if self._engine is None:
+        if self._transport is None:
             return Reading()
         return Reading(self._meter.steps, *self.sent())
 
     def sent(self) -> tuple[int | None, int | None]:
         """The bytes within and between hosts, without a query of the steps."""
-        if self._engine is None:
+        if self._transport is None:
             return 0, 0
-        return self._meter.sent_bytes, self._engine.sent_between_hosts()
+        return self._meter.sent_bytes, self._transport.bytes_between_hosts
 
     def close(self) -> None:
         """Graphs built from now on do not count."""
-        if self._engine is not None:
-            self._engine.traffic.meters.discard(self._meter)
+        if self._transport is not None:
+            self._transport.traffic.meters.discard(self._meter)
 
 
-def engine_of(model: keras.Model, name: str) -> Engine | None:
-    """The backend in the steps of `model`; None on one replica; errors show `name`."""
+def transport_of(model: keras.Model, name: str) -> Transport | None:
+    """The transport of the steps of `model`; None: one replica; errors show `name`."""
     strategy = model.distribute_strategy
-    reducer: Any = getattr(strategy.extended, "reducer", None)
-    is_ours = isinstance(reducer, GradientPipeline)
-    if not is_ours and strategy.num_replicas_in_sync == 1:
+    if reducer_of(strategy) is None and strategy.num_replicas_in_sync == 1:
         return None
     refuse_strategy(strategy, name)
-    if model.run_eagerly and reducer.engine.replicas > 1:
+    reducer: Any = strategy.extended.reducer
+    if model.run_eagerly and reducer.transport.replicas > 1:
         raise ConfigurationError(
             f"{name} counts in graphs, but the model was compiled with "
             "run_eagerly=True. Compile with run_eagerly=False, or remove the callback."
         )
-    return reducer.engine
+    return reducer.transport

@@ -95,7 +95,7 @@ def save_parts(model: keras.Model, directory: str | os.PathLike[str]) -> Path:
     local = len(strategy.extended.worker_devices)
     parts, mine = 1, 0
     if shards is not None:
-        parts = shards.reducer.shard_parts // local
+        parts = shards.reducer.transport.shard_parts // local
         mine = shards.part_of(0) // local
     # Parts of two calls must not be combined.
     key = int(strategy.from_chief(np.array(secrets.randbits(60)), "name of the parts"))

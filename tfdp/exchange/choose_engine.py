@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfdp.exchange.collectives import TensorFlowEngine
-from tfdp.exchange.engine import Engine
-from tfdp.exchange.in_process import InProcessEngine
+from tfdp.exchange.collectives import Collectives
+from tfdp.exchange.in_process import InProcess
+from tfdp.exchange.transport import Transport
 from tfdp.plan.communication import Communication
 from tfdp.plan.topology import Topology
 
@@ -54,11 +54,11 @@ def gpus_are_split() -> bool:
     return any(part is not None and len(part) > 1 for part in parts)
 
 
-def make_engine(
+def make_transport(
     devices: Sequence[str], topology: Topology, communication: Communication
-) -> Engine:
-    """The engine of `choose_engine`, set up for `devices` and `topology`."""
+) -> Transport:
+    """The transport of `choose_engine`, set up for `devices` and `topology`."""
     choice = choose_engine(devices, communication)
     if choice.name == "in_process":
-        return InProcessEngine(devices, topology)
-    return TensorFlowEngine(devices, topology, hint=choice.hint)
+        return InProcess(devices, topology)
+    return Collectives(devices, topology, hint=choice.hint)

@@ -19,16 +19,26 @@ a GPU. CPUs have no reduce-scatter: an all-to-all and a local sum send the same 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import tensorflow as tf
 
 from tfdp._private import names
 from tfdp.errors import CollectiveError
-from tfdp.exchange.engine import CallNumbers, Engine, next_group_key
-from tfdp.exchange.packing import Layouts, Tensors, join_rows, split_row, to_rows
+from tfdp.exchange.ordering import CallNumbers, run_independently
+from tfdp.exchange.packing import (
+    Layouts,
+    Tensors,
+    join_rows,
+    pack,
+    split_row,
+    to_rows,
+    unpack,
+)
+from tfdp.exchange.transport import Transport, next_group_key
 from tfdp.exchange.wire_types import collective_sum_dtype, to_gather_wire, to_sum_wire
 from tfdp.plan.topology import Topology
 
@@ -45,7 +55,7 @@ class _Group:
         return dataclasses.replace(self, size_number=number)
 
 
-class TensorFlowEngine(Engine):
+class Collectives(Transport):
     """Packed all-reduces by TensorFlow's collective ops, over one or two levels.
 
     TensorFlow uses the implementation `hint`: "nccl", "ring" or "auto".
@@ -56,11 +66,10 @@ class TensorFlowEngine(Engine):
     """
 
     name = "tensorflow"
-    packs = True
 
     def __init__(self, devices: Sequence[str], topology: Topology, *, hint: str):
         super().__init__(devices, topology)
-        self._hint = hint
+        self.hint = hint
         self._over_nccl = hint == "nccl"
         self._has_reduce_scatter = self._over_nccl
         self._everyone = _Group(topology.all_ranks, next_group_key())
@@ -80,13 +89,22 @@ class TensorFlowEngine(Engine):
         # By group key: the member at each of TensorFlow's ranks.
         self._orders: dict[int, tuple[int, ...]] = {}
 
-    def begin_run(self) -> None:
-        super().begin_run()
+    @contextlib.contextmanager
+    def run(self) -> Iterator[None]:
         for numbers in self._launches.values():
             numbers.begin_run()
+        with super().run():
+            yield
 
-    def all_reduce(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
-        self.next_call_number(rank, "sum", [tensor])
+    def all_reduce(
+        self, tensors: Tensors, rank: int, label: str, wire_dtype: str | None = None
+    ) -> list[tf.Tensor]:
+        if len(tensors) == 1:
+            return [self._all_reduce(tensors[0], rank)]
+        return unpack(self._all_reduce(pack(tensors), rank), tensors)
+
+    def _all_reduce(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
+        self.order.next(rank, "sum", [tensor])
         wire, restore = to_sum_wire(tensor)
         with tf.device(self.devices[rank]):
             flat = self._to_sum(tf.reshape(wire, [-1]))
@@ -103,8 +121,8 @@ class TensorFlowEngine(Engine):
         result.set_shape(wire.shape)
         return restore(result)
 
-    def all_gather(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
-        self.next_call_number(rank)
+    def gather(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
+        self.order.next(rank)
         wire, restore = to_gather_wire(tensor)
         with tf.device(self.devices[rank]):
             lengths = self._gather(tf.shape(wire)[:1], self._everyone, rank)
@@ -123,15 +141,17 @@ class TensorFlowEngine(Engine):
         result.set_shape(tf.TensorShape([None]).concatenate(wire.shape[1:]))
         return restore(result)
 
-    def all_gather_equal(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
+    def start(
+        self, tensor: tf.Tensor, rank: int, label: str
+    ) -> tuple[tf.Tensor, tf.Tensor]:
         if tensor.shape.num_elements() is None:
-            return super().all_gather_equal(tensor, rank)
-        self.next_call_number(rank)
+            return super().start(tensor, rank, label)
+        self.order.next(rank)
         whole = self._gather_same_type(tensor[None], self._everyone, rank)
-        return tf.ensure_shape(whole, [self.replicas, *tensor.shape])
+        return tf.ensure_shape(whole, [self.replicas, *tensor.shape]), tensor
 
-    def all_to_all(self, rows: tf.Tensor, rank: int) -> tf.Tensor:
-        self.next_call_number(rank)
+    def all_to_all(self, rows: tf.Tensor, rank: int, label: str) -> tf.Tensor:
+        self.order.next(rank)
         # All rows except its own.
         self._count_ring(rows, self._everyone, rank, rounds=1)
         with tf.device(self.devices[rank]):
@@ -139,23 +159,26 @@ class TensorFlowEngine(Engine):
             result = tf.raw_ops.CollectiveAllToAllV2(
                 **self._launch(outgoing, self._everyone, rank)
             )
-            names.run_independently(result.op)
+            run_independently(result.op)
             result = rearranged(result, self._places(self._everyone))
         return tf.ensure_shape(result, rows.shape)
 
-    def broadcast(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
+    def broadcast(self, tensors: Tensors, rank: int) -> list[tf.Tensor]:
+        return [self._broadcast(tensor, rank) for tensor in tensors]
+
+    def _broadcast(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
         # A sum with zeros on all other replicas: exact for every finite or infinite
         # value, and the all-reduce is the one op that every backend has.
         with tf.device(self.devices[rank]):
             mine = tensor if rank == 0 else tf.zeros_like(tensor)
         if tensor.dtype == tf.bool:
-            return tf.cast(self.all_reduce(tf.cast(mine, tf.int32), rank), tf.bool)
-        return self.all_reduce(mine, rank)
+            return tf.cast(self._all_reduce(tf.cast(mine, tf.int32), rank), tf.bool)
+        return self._all_reduce(mine, rank)
 
-    def reduce_scatter_bucket(
+    def reduce_scatter(
         self, tensors: Tensors, layouts: Layouts, rank: int, label: str
     ) -> list[tf.Tensor]:
-        self.next_call_number(rank)
+        self.order.next(rank)
         with tf.device(self.devices[rank]):
             dtype = tensors[0].dtype
             rows = self._to_sum(tf.concat(to_rows(tensors, layouts), axis=1))
@@ -174,10 +197,10 @@ class TensorFlowEngine(Engine):
             row = self._reduce_scatter(part, across, rank)
             return split_row(tf.cast(row, dtype), layouts)
 
-    def all_gather_bucket(
+    def all_gather(
         self, shards: Tensors, layouts: Layouts, rank: int, label: str
     ) -> list[tf.Tensor]:
-        self.next_call_number(rank)
+        self.order.next(rank)
         with tf.device(self.devices[rank]):
             row = tf.concat(shards, axis=0)
             if not self.topology.is_two_level:
@@ -255,7 +278,7 @@ class TensorFlowEngine(Engine):
             result = tf.raw_ops.CollectiveReduceV2(
                 merge_op="Add", final_op="Id", **self._launch(tensor, group, rank)
             )
-        names.run_independently(result.op)
+        run_independently(result.op)
         return result
 
     def _gather(self, tensor: tf.Tensor, group: _Group, rank: int) -> tf.Tensor:
@@ -263,7 +286,7 @@ class TensorFlowEngine(Engine):
         self.traffic.add(rank, tensor, times=len(group.ranks) - 1)
         with tf.device(self.devices[rank]):
             result = tf.raw_ops.CollectiveGatherV2(**self._launch(tensor, group, rank))
-            names.run_independently(result.op)
+            run_independently(result.op)
             return rearranged(result, self._places(group))
 
     def _gather_same_type(
@@ -284,11 +307,11 @@ class TensorFlowEngine(Engine):
                 result = tf.raw_ops.CollectiveReduceScatterV2(
                     merge_op="Add", final_op="Id", **self._launch(tensor, group, rank)
                 )
-                names.run_independently(result.op)
+                run_independently(result.op)
                 return result
             rows = tf.reshape(tensor, [size, -1])
             parts = tf.raw_ops.CollectiveAllToAllV2(**self._launch(rows, group, rank))
-            names.run_independently(parts.op)
+            run_independently(parts.op)
             return tf.reduce_sum(parts, axis=0)
 
     def _order(self, group: _Group) -> tuple[int, ...]:
@@ -298,7 +321,7 @@ class TensorFlowEngine(Engine):
                 [self.devices[rank] for rank in group.ranks],
                 [self._tokens[rank] for rank in group.ranks],
                 group.key,
-                self._hint,
+                self.hint,
             )
         return self._orders[group.key]
 
@@ -334,7 +357,7 @@ class TensorFlowEngine(Engine):
             "group_key": group_key,
             "instance_key": instance_key,
             "ordering_token": [self._tokens[rank].handle],
-            "communication_hint": self._hint,
+            "communication_hint": self.hint,
             # No deadline: TensorFlow keeps a sleeping thread for each launch until its
             # deadline, hundreds of thousands per hour. Replicas of one process cannot
             # lose each other; a failed one ends the whole step.
@@ -379,7 +402,7 @@ def learn_order(
                     instance_key=ORDER_KEY,
                     ordering_token=[tokens[member].handle],
                     communication_hint=hint,
-                    timeout_seconds=0.0,  # see TensorFlowEngine
+                    timeout_seconds=0.0,  # see Collectives
                 )
             results.append(result)
         return results

@@ -13,28 +13,28 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp.errors import ConfigurationError
-from tfdp.exchange.engine import Engine
-from tfdp.exchange.host_calls import LinkCalls
+from tfdp.exchange.ordering import LinkCalls
 from tfdp.exchange.packing import Tensors
-from tfdp.exchange.pipeline import GradientPipeline
+from tfdp.exchange.reducer import Reducer
+from tfdp.exchange.transport import Transport
 from tfdp.hosts.elastic_group import ElasticHosts
 from tfdp.plan.communication import Communication
 
 
-class ElasticPipeline(GradientPipeline):
-    """A `GradientPipeline` of one host's replicas, with elastic outer steps."""
+class ElasticPipeline(Reducer):
+    """A `Reducer` of one host's replicas, with elastic outer steps."""
 
     def __init__(
-        self, engine: Engine, communication: Communication, hosts: ElasticHosts
+        self, transport: Transport, communication: Communication, hosts: ElasticHosts
     ):
-        super().__init__(engine, communication)
+        super().__init__(transport, communication)
         self._hosts = hosts
         self._calls = LinkCalls()
 
     @property
     def host_groups(self) -> tuple[tuple[int, ...], ...] | None:
         """The replicas of this process, in one group."""
-        return (tuple(range(self.engine.replicas)),)
+        return (tuple(range(self.transport.replicas)),)
 
     def sum_within(self, value: tf.Tensor, rank: int) -> tf.Tensor:
         (total,) = self.all_reduce([tf.convert_to_tensor(value)], rank)

@@ -7,27 +7,28 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from tfdp.exchange.two_level import AcrossHostsEngine
+from tfdp.exchange.levels import Levels
+from tfdp.exchange.over_link import OverLink
 from tfdp.hosts.buffers import unaligned_copy
 from tfdp.hosts.host_link import HostLink
 from tfdp.hosts.messages import read_as
 
 
 class HostGroup:
-    """Sums and gathers over hosts: in graphs by the engine, else by the link."""
+    """Sums and gathers over hosts: in graphs by `Levels.outer`, else by the link."""
 
     def __init__(self, link: HostLink):
         self.link = link
-        self._engine: AcrossHostsEngine | None = None
+        self._levels: Levels | None = None
 
-    def use(self, engine: AcrossHostsEngine) -> None:
-        """Sets the engine for exchanges in graphs; `close` closes it."""
-        self._engine = engine
+    def use(self, levels: Levels) -> None:
+        """Sets the transport for exchanges in graphs; `close` closes it."""
+        self._levels = levels
 
     def close(self) -> None:
         """Announces the departure to the other hosts."""
-        if self._engine is not None:
-            self._engine.close()
+        if self._levels is not None:
+            self._levels.close()
         self.link.close()
 
     def barrier(self, label: str) -> None:
@@ -57,16 +58,15 @@ class HostGroup:
         if tf.executing_eagerly():
             (total,) = self.sum_arrays([value.numpy()], label)
             return tf.convert_to_tensor(unaligned_copy(total))
-        return self._in_graphs().sum_of_hosts([value], label)[0]
+        return self._in_graphs().all_reduce([value], 0, label)[0]
 
     def gather(self, tensor: tf.Tensor, axis: int = 0) -> tf.Tensor:
         """The hosts' tensors concatenated in host order; lengths may differ."""
-        channel = "host" if tf.executing_eagerly() else "step"
         swapped = tf.experimental.numpy.swapaxes(tensor, 0, axis) if axis else tensor
-        rows = self._in_graphs().gather_rows(swapped, channel)
+        rows = self._in_graphs().gather(swapped, 0)
         return tf.experimental.numpy.swapaxes(rows, 0, axis) if axis else rows
 
-    def _in_graphs(self) -> AcrossHostsEngine:
-        if self._engine is None:
+    def _in_graphs(self) -> OverLink:
+        if self._levels is None:
             raise RuntimeError("HostGroup.use was not called")
-        return self._engine
+        return self._levels.outer

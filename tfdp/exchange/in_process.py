@@ -9,18 +9,21 @@ run: the root adds in rank order, two at a time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import copy
+from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
-from tfdp.exchange.engine import Engine, next_group_key
+from tfdp.exchange.ordering import ReplicaOrder
 from tfdp.exchange.packing import Layouts, Tensors, cut, pad_shard, whole_from_parts
 from tfdp.exchange.send_receive import SendReceive
+from tfdp.exchange.transport import Transport, next_group_key
 from tfdp.exchange.wire_types import check_summable
 from tfdp.plan.topology import Topology
 
 
-class InProcessEngine(Engine):
+class InProcess(Transport):
     """Sums over replicas of one process, by handing over tensors.
 
     Cost per replica and tensor of n bytes: the root reads N x n and writes n bytes of
@@ -28,120 +31,132 @@ class InProcessEngine(Engine):
     """
 
     name = "in_process"
-    packs = False
+    reduces_buckets = False
+    #: Whether runs of one function must end in order even if they receive nothing.
+    orders_runs = False
 
     def __init__(self, devices: Sequence[str], topology: Topology):
         super().__init__(devices, topology)
-        self._hand = SendReceive(self.devices, next_group_key(), self.traffic)
-        self._root_bytes = dict.fromkeys(topology.all_ranks, 0)
-        self._root_of_call: dict[int, int] = {}
-        self._swap_numbers = [0] * len(self.devices)
+        self.hand = SendReceive(self.devices, next_group_key(), self.traffic)
+        self.groups: tuple[tuple[int, ...], ...] = (topology.all_ranks,)
+        self.prefix = ""
+        self.begin_roots()
+        within, across = topology.within_host_groups, topology.across_host_groups
+        self.inner: InProcess = self
+        if len(within) > 1:
+            self.host_groups = within
+            self.inner = self._among(within, "within ", self.order)
+        #: The transport of replicas with one place in their (simulated) hosts. It has
+        #: an order of its own, because replicas of other places do not call it.
+        self.outer = self._among(across, "across ", ReplicaOrder(len(self.devices)))
 
-    def begin_run(self) -> None:
-        super().begin_run()
-        self._hand.begin_run(tf.compat.v1.get_default_graph())
-        self._root_bytes = dict.fromkeys(self.topology.all_ranks, 0)
-        self._swap_numbers = [max(self._swap_numbers)] * len(self.devices)
-        # Each trace starts over, so that two traces of one step choose the same roots.
-        self._root_of_call = {}
+    def _among(
+        self, groups: tuple[tuple[int, ...], ...], prefix: str, order: ReplicaOrder
+    ) -> InProcess:
+        """A transport whose groups exchange among their own members only."""
+        part = copy.copy(self)
+        part.groups, part.prefix, part.order = groups, prefix, order
+        part.replicas = part.shard_parts = len(groups[0])
+        part.begin_roots()
+        return part
 
-    def end_run(self) -> None:
-        self._hand.end_run()
+    @contextlib.contextmanager
+    def run(self) -> Iterator[None]:
+        with super().run():
+            self.hand.tokens.begin_run()
+            self.outer.order.begin_run()
+            for each in (self, self.inner, self.outer):
+                each.begin_roots()
+            yield
+            self.hand.tokens.end_run(always=self.orders_runs)
 
-    def all_reduce(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
+    def begin(self, rank: int, what: str = "", tensors: Tensors = ()) -> str:
+        """The key of an exchange that the replica begins to build."""
+        call = self.order.next(rank, what, tensors)
+        self.hand.tokens.pin_to_replica(rank)
+        return f"{self.prefix}{call}"
+
+    def all_reduce(
+        self, tensors: Tensors, rank: int, label: str, wire_dtype: str | None = None
+    ) -> list[tf.Tensor]:
+        return [self._all_reduce(tensor, rank) for tensor in tensors]
+
+    def _all_reduce(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
         check_summable(tensor.dtype)
-        call = self.next_call_number(rank, "sum", [tensor])
-        self._hand.pin_to_replica(rank)
-        root = self._choose_root(call, tensor)
+        key = self.begin(rank, "sum", [tensor])
+        root = self._choose_root(key, tensor, rank)
         within, leader, leaders = self._route(root, rank)
-        total = self._sum_up(tensor, rank, root, f"{call}")
+        total = self._sum_up(tensor, rank, root, key)
         if rank == leader and len(leaders) > 1:
-            total = self._hand.share_from(total, rank, root, leaders, f"{call}/back")
-        return self._hand.share_from(
-            total, rank, leader, within, f"{call}/down", tensor
-        )
+            total = self.hand.share_from(total, rank, root, leaders, f"{key}/back")
+        return self.hand.share_from(total, rank, leader, within, f"{key}/down", tensor)
 
-    @property
-    def host_groups(self) -> tuple[tuple[int, ...], ...] | None:
-        """The simulated hosts."""
-        groups = self.topology.within_host_groups
-        return groups if len(groups) > 1 else None
+    def reduce(self, tensors: Tensors, rank: int) -> list[tf.Tensor]:
+        """The sums at the first replica of the group; elsewhere unspecified tensors."""
+        for tensor in tensors:
+            check_summable(tensor.dtype)
+        key, group = self.begin(rank, "sum", tensors), self._group(rank)
+        return [
+            self.hand.sum_at(tensor, rank, group[0], group, f"{key}/{place}/first")
+            for place, tensor in enumerate(tensors)
+        ]
 
-    def all_reduce_within(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
-        check_summable(tensor.dtype)
-        call = self.next_call_number(rank)
-        self._hand.pin_to_replica(rank)
-        group = self.topology.within_host_group_of(rank)
-        root = group[call % len(group)]
-        total = self._hand.sum_at(tensor, rank, root, group, f"{call}/within")
-        return self._hand.share_from(total, rank, root, group, f"{call}/down", tensor)
+    def broadcast(
+        self, tensors: Sequence[tf.Tensor | tf.TensorSpec], rank: int
+    ) -> list[tf.Tensor]:
+        key, group = self.begin(rank), self._group(rank)
+        return [
+            self.hand.share_from(tensor, rank, group[0], group, f"{key}/{place}/all")
+            for place, tensor in enumerate(tensors)
+        ]
 
-    def reduce_scatter_bucket(
+    def reduce_scatter(
         self, tensors: Tensors, layouts: Layouts, rank: int, label: str
     ) -> list[tf.Tensor]:
-        call = self.next_call_number(rank, "reduce-scatter", tensors)
-        self._hand.pin_to_replica(rank)
+        key = self.begin(rank, "reduce-scatter", tensors)
         results = []
         for place, (tensor, layout) in enumerate(zip(tensors, layouts, strict=True)):
             with tf.device(self.devices[rank]):
                 flat = tf.reshape(tensor, [-1])
             own = None
             # Every replica is the root of its own shard: all of them add at once.
-            for root in self.topology.all_ranks:
+            for part, root in enumerate(self._group(rank)):
                 with tf.device(self.devices[rank]):
-                    piece = cut(flat, layout, root)
+                    piece = cut(flat, layout, part)
                 # A shard that is all padding has no owner: no empty hand-over.
-                if layout.length(root):
-                    piece = self._sum_up(piece, rank, root, f"{call}/{place}/{root}")
+                if layout.length(part):
+                    piece = self._sum_up(piece, rank, root, f"{key}/{place}/{root}")
                 if root == rank:
-                    own = piece
-            with tf.device(self.devices[rank]):
-                results.append(pad_shard(own, layout, rank))
+                    with tf.device(self.devices[rank]):
+                        own = pad_shard(piece, layout, part)
+            results.append(own)
         return results
 
-    def all_gather_bucket(
+    def all_gather(
         self, shards: Tensors, layouts: Layouts, rank: int, label: str
     ) -> list[tf.Tensor]:
-        call = self.next_call_number(rank, "gather", shards)
-        self._hand.pin_to_replica(rank)
-        ranks = self.topology.all_ranks
+        key, group = self.begin(rank, "gather", shards), self._group(rank)
         wholes = []
         for place, (shard, layout) in enumerate(zip(shards, layouts, strict=True)):
             parts = []
-            for owner in ranks:
-                length = layout.length(owner)
+            for number, owner in enumerate(group):
+                length = layout.length(number)
                 if owner == rank:
                     with tf.device(self.devices[rank]):
                         part = shard[:length]
                 else:
                     part = tf.TensorSpec([length], shard.dtype)
                 if length:
-                    key = f"{call}/{place}/{owner}"
-                    part = self._hand.share_from(part, rank, owner, ranks, key)
+                    name = f"{key}/{place}/{owner}"
+                    part = self.hand.share_from(part, rank, owner, group, name)
                 parts.append(part)
             with tf.device(self.devices[rank]):
                 wholes.append(whole_from_parts(parts, layout))
         return wholes
 
-    def _route(self, root: int, rank: int) -> tuple[Sequence[int], int, Sequence[int]]:
-        """The ranks of this host, their leader, and the leaders of all hosts."""
-        within = self.topology.within_host_group_of(rank)
-        # The leader of each host has the root's local rank.
-        local = self.topology.local_rank_of(root)
-        return within, within[local], self.topology.across_host_groups[local]
-
-    def _sum_up(self, tensor: tf.Tensor, rank: int, root: int, key: str) -> tf.Tensor:
-        """The sum over all replicas at `root`; a partial sum, or none, elsewhere."""
-        within, leader, leaders = self._route(root, rank)
-        total = self._hand.sum_at(tensor, rank, leader, within, f"{key}/within")
-        if rank == leader and len(leaders) > 1:
-            total = self._hand.sum_at(total, rank, root, leaders, f"{key}/across")
-        return total
-
-    def all_gather(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
-        call = self.next_call_number(rank)
-        self._hand.pin_to_replica(rank)
-        return self._hand.all_gather(tensor, rank, f"{call}/gather")
+    def gather(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
+        key, group = self.begin(rank), self._group(rank)
+        return self.hand.all_gather(tensor, rank, group, f"{key}/gather")
 
     def all_reduce_rows(
         self,
@@ -152,76 +167,64 @@ class InProcessEngine(Engine):
         summed: bool = False,
         wire_dtype: str | None = None,
     ) -> tf.IndexedSlices:
-        """See `Engine`. Each host's leader adds rows of equal index and sends one set
-        of rows to the root, which adds for all replicas."""
+        """See `Transport`. Each host's leader adds rows of equal index and sends one
+        set of rows to the root, which adds for all replicas."""
         if not summed:
             return super().all_reduce_rows(slices, rank, label)
-        call = self.next_call_number(rank)
-        self._hand.pin_to_replica(rank)
-        root = self._choose_root(call, slices.values)
+        key = self.begin(rank)
+        root = self._choose_root(key, slices.values, rank)
         within, leader, leaders = self._route(root, rank)
-        rows = self._hand.rows_at(
-            slices, rank, leader, within, f"{call}/within", summed=True
+        rows = self.hand.rows_at(
+            slices, rank, leader, within, f"{key}/within", summed=True
         )
         if rank == leader and len(leaders) > 1:
-            rows = self._hand.rows_at(
-                rows, rank, root, leaders, f"{call}/across", summed=True
+            rows = self.hand.rows_at(
+                rows, rank, root, leaders, f"{key}/across", summed=True
             )
-            rows = self._hand.share_rows(rows, rank, root, leaders, f"{call}/back")
-        return self._hand.share_rows(rows, rank, leader, within, f"{call}/down")
+            rows = self.hand.share_rows(rows, rank, root, leaders, f"{key}/back")
+        return self.hand.share_rows(rows, rank, leader, within, f"{key}/down")
 
-    def all_to_all(self, rows: tf.Tensor, rank: int) -> tf.Tensor:
-        self.next_call_number(rank)
+    def all_to_all(self, rows: tf.Tensor, rank: int, label: str) -> tf.Tensor:
+        key, group = self.begin(rank), self._group(rank)
         with tf.device(self.devices[rank]):
-            outgoing = tf.unstack(rows, self.replicas)
-        return self.all_to_all_among(outgoing, rank, self.topology.all_ranks)
+            outgoing = tf.unstack(rows, len(group))
+        return self.hand.all_to_all(outgoing, rank, group, f"{key}/swap")
 
-    def all_to_all_among(
-        self, outgoing: Tensors, rank: int, group: Sequence[int]
-    ) -> tf.Tensor:
-        """All members' tensors for this one, stacked; every member of `group` calls."""
-        # Numbered separately: replicas outside the group do not count.
-        number = self._swap_numbers[rank]
-        self._swap_numbers[rank] += 1
-        self._hand.pin_to_replica(rank)
-        return self._hand.all_to_all(outgoing, rank, group, f"swap {number}")
+    def _group(self, rank: int) -> tuple[int, ...]:
+        """The replicas that exchange with this one."""
+        return next(group for group in self.groups if rank in group)
 
-    def sum_at_first(self, tensors: Tensors, rank: int) -> list[tf.Tensor]:
-        """The sums over the replica's host, at its first replica; all replicas call."""
-        call = self.next_call_number(rank)
-        self._hand.pin_to_replica(rank)
-        group = self.topology.within_host_group_of(rank)
-        return [
-            self._hand.sum_at(tensor, rank, group[0], group, f"{call}/{place}/first")
-            for place, tensor in enumerate(tensors)
-        ]
+    def _route(self, root: int, rank: int) -> tuple[Sequence[int], int, Sequence[int]]:
+        """The ranks of this host, their leader, and the leaders of all hosts."""
+        if len(self.groups) > 1:
+            return self._group(rank), root, [root]
+        within = self.topology.within_host_group_of(rank)
+        # The leader of each host has the root's local rank.
+        local = self.topology.local_rank_of(root)
+        return within, within[local], self.topology.across_host_groups[local]
 
-    def share_from_first(self, tensors: Tensors, rank: int) -> list[tf.Tensor]:
-        """The tensors of the host's first replica, on all its replicas, which pass
-        tensors of equal shapes."""
-        call = self.next_call_number(rank)
-        self._hand.pin_to_replica(rank)
-        group = self.topology.within_host_group_of(rank)
-        return [
-            self._hand.share_from(tensor, rank, group[0], group, f"{call}/{place}/all")
-            for place, tensor in enumerate(tensors)
-        ]
+    def _sum_up(self, tensor: tf.Tensor, rank: int, root: int, key: str) -> tf.Tensor:
+        """The sum over all replicas at `root`; a partial sum, or none, elsewhere."""
+        within, leader, leaders = self._route(root, rank)
+        total = self.hand.sum_at(tensor, rank, leader, within, f"{key}/within")
+        if rank == leader and len(leaders) > 1:
+            total = self.hand.sum_at(total, rank, root, leaders, f"{key}/across")
+        return total
 
-    def broadcast(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
-        call = self.next_call_number(rank)
-        self._hand.pin_to_replica(rank)
-        ranks, key = self.topology.all_ranks, f"{call}/broadcast"
-        return self._hand.share_from(tensor, rank, 0, ranks, key, tensor)
+    def begin_roots(self) -> None:
+        """Starts over with each trace, so that two traces choose the same roots."""
+        self._root_bytes = [0] * self.replicas
+        self._root_of_call: dict[str, int] = {}
 
-    def _choose_root(self, call: int, tensor: tf.Tensor) -> int:
-        """The replica with the fewest bytes to add so far; the same on all ranks.
+    def _choose_root(self, key: str, tensor: tf.Tensor, rank: int) -> int:
+        """The replica with the fewest bytes to add so far; the same in a whole group.
 
         The first replica to reach a call decides: the order of calls, unlike that of
         replicas, is the same in every trace.
         """
-        if call not in self._root_of_call:
-            root = min(self._root_bytes, key=lambda r: (self._root_bytes[r], r))
+        if key not in self._root_of_call:
+            root = self._root_bytes.index(min(self._root_bytes))
             elements = tensor.shape.num_elements() or 1
             self._root_bytes[root] += elements * tensor.dtype.size
-            self._root_of_call[call] = root
-        return self._root_of_call[call]
+            self._root_of_call[key] = root
+        return self._group(rank)[self._root_of_call[key]]

@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from tfdp.exchange.packing import Tensors
 from tfdp.hosts.async_exchanges import AsyncSums
-
-if TYPE_CHECKING:
-    from tfdp.exchange.packing import Tensors
 
 
 class AsyncExchange:
     """Replicas of a host add up at once; sums over hosts are in flight during steps.
 
-    `engine` is an `AcrossHostsEngine`, which imports this file.
+    `inner` and `outer` as those of `Levels`, which imports this file.
 
-    Cost: that of the engine's sum; in the step that begins it, a copy of what is sent
-    and the sum over the host.
+    Cost: that of the sum; in the step that begins it, a copy of what is sent and the
+    sum over the host.
     """
 
-    def __init__(self, engine: Any):
-        self._engine = engine
-        self.sums = AsyncSums(engine.link)
+    def __init__(self, inner: Any, outer: Any):
+        self._inner, self._outer = inner, outer
+        self.sums = AsyncSums(outer.link)
 
     def begin(self, tensors: Tensors, rank: int, ticket: int, label: str) -> tf.Tensor:
         """Begins the sums over all replicas; every replica calls it, in a graph.
 
         `take` finds them by `ticket`. Returns a tensor that exists after the start.
         """
-        call = self._engine.next_call_number(rank)
-        sums = self._engine.sums_at_leader(tensors, rank, call)
+        sums = self._inner.reduce(tensors, rank)
         if rank:
             return tf.constant(True)
 
@@ -40,7 +37,7 @@ class AsyncExchange:
             self.sums.begin(ticket, arrays, label)
             return [np.array(True)]
 
-        return self._engine.at_leader(begin, sums, [tf.constant(True)])[0]
+        return self._outer.call(begin, sums, [tf.constant(True)])[0]
 
     def take(self, otherwise: Tensors, rank: int, ticket: int) -> list[tf.Tensor]:
         """Waits for the sums of `ticket`; returns them on all replicas of this host.
@@ -54,8 +51,8 @@ class AsyncExchange:
 
         sums = list(otherwise)
         if not rank:
-            sums = self._engine.at_leader(take, sums, sums)
-        return self._engine.from_leader(sums, rank)
+            sums = self._outer.call(take, sums, sums)
+        return self._inner.broadcast(sums, rank)
 
     def close(self) -> None:
         """Waits for exchanges that other hosts wait for, too."""

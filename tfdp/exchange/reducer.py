@@ -1,127 +1,330 @@
-"""`Reducer`: the protocol between a step and what moves its tensors.
-
-`GradientPipeline` implements it on CPUs and GPUs, on one host and several, and
-`CrossReplicaReducer` on TPUs. Every replica makes all calls except `join_shards` once,
-in replica context, while a graph is built; eager replicas run one after the other and
-exchange by TensorFlow's own means.
-"""
+"""The path of gradients through one step. Read `Reducer.all_reduce`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
+from tfdp._private.step_ops import delay
+from tfdp.compression.method import Method
+from tfdp.errors import CollectiveError
 from tfdp.exchange.compressed import CompressedSums
-from tfdp.exchange.late_exchange import AsyncExchange
-from tfdp.exchange.packing import Layouts, Tensors
+from tfdp.exchange.levels import Levels
+from tfdp.exchange.packing import (
+    Layouts,
+    Tensors,
+    whole_from_shards,
+    with_static_shape,
+)
+from tfdp.exchange.peers import peer_group
+from tfdp.exchange.sparse import merge_rows, travels_dense
+from tfdp.exchange.transport import Transport
+from tfdp.lint.registry import register_exchanged
+from tfdp.plan.buckets import (
+    Bucket,
+    TensorInfo,
+    merge_if_fits,
+    plan_buckets,
+    predecessors,
+)
+from tfdp.plan.communication import Communication
 from tfdp.plan.compression import Compression
 from tfdp.plan.shards import ShardLayout
 
+Value: TypeAlias = tf.Tensor | tf.IndexedSlices
 
-class Reducer(Protocol):
-    """Moves tensors between the replicas of a step."""
 
-    @property
-    def compressed(self) -> CompressedSums | None:
-        """Sums of compressed gradients; None: gradients are not compressed."""
+class Reducer:
+    """Moves lists of tensors over a transport: in buckets, then tables, then in turn.
+
+    Every replica makes each call once, in replica context, while a graph is built.
+    """
+
+    def __init__(
+        self, transport: Transport, communication: Communication | None = None
+    ):
+        self.transport = transport
+        self.communication = communication or Communication()
+        #: Sums of compressed gradients; None: gradients are not compressed.
+        self.compressed: CompressedSums | None = None
+        method = self.communication.compression
+        # Links between hosts round by themselves.
+        if method is not None and transport.wire_dtype is None:
+            across = self.communication.compression_across
+            self.compressed = self.compressed_by(method, across)
 
     def compressed_by(self, method: Compression, across: str) -> CompressedSums:
         """Sums of values that `method`, of `tfdp.compression`, compresses.
 
         `across`: "hosts" or "replicas"; see `Communication.compression_across`.
         """
-
-    @property
-    def late(self) -> AsyncExchange | None:
-        """Asynchronous sums between hosts; None: not supported here."""
-
-    def begin_run(self) -> None:
-        """Called before the replicas of one `strategy.run` are traced."""
-
-    def end_run(self) -> None:
-        """Called when all replicas are traced."""
-
-    @property
-    def run_graph(self) -> tf.Graph | None:
-        """The graph of the replica function under construction."""
-
-    def note_branches(self, rank: Any) -> None:
-        """Records the conditionals under construction, in which all replicas must take
-        the same branch. Exchanges record theirs themselves."""
-
-    @property
-    def branches(self) -> Sequence[tuple[int, tf.Graph]]:
-        """The branches of `tf.cond` recorded in this run, after its tracing, each with
-        the rank of its replica."""
-
-    def sum_gradients(
-        self,
-        gradients: Sequence[Any],
-        state: Tensors,
-        rank: Any,
-        *,
-        sum_rows: bool = False,
-        at_once: bool = False,
-    ) -> tuple[list[Any], list[tf.Tensor]]:
-        """The sums over the replicas of gradients, and of other small values.
-
-        Gradients may be `tf.IndexedSlices`, and may travel rounded or compressed;
-        `state` travels exactly, in the same buckets where possible. With `sum_rows`
-        rows of equal index may be added; with `at_once` all may travel together.
-        """
-
-    def all_reduce(self, values: Sequence[Any], rank: Any, *, mean: bool) -> list[Any]:
-        """The exact sum or mean of each value over the replicas."""
+        if not isinstance(method, Method):
+            raise TypeError(f"not a method of tfdp.compression: {method!r}")
+        group = peer_group(self.transport, across)
+        return CompressedSums(method, group, self.transport.devices, self.communication)
 
     @property
     def host_groups(self) -> tuple[tuple[int, ...], ...] | None:
         """The replicas of this process, host by host; None: one host, or hosts cannot
         be distinguished here."""
+        return self.transport.host_groups
+
+    def broadcast(self, value: Any, rank: Any) -> tf.Tensor:
+        """Replica 0's value."""
+        if self.transport.replicas == 1:
+            return value
+        own = [tf.convert_to_tensor(value)]
+        return register_exchanged(self.transport.broadcast(own, rank)[0])
+
+    def sum_gradients(
+        self,
+        gradients: Sequence[Value],
+        state: Tensors,
+        rank: Any,
+        *,
+        sum_rows: bool = False,
+        at_once: bool = False,
+    ) -> tuple[list[Value], list[tf.Tensor]]:
+        """The sums of gradients, and of other small values; see `all_reduce`.
+
+        Both share buckets, unless gradients are rounded (`Communication.wire_dtype`).
+        With `sum_rows`, or `Communication(repeated_rows="sum")`, rows of equal index of
+        a `tf.IndexedSlices` are added before they travel, and the result has each index
+        once, or is dense. `at_once` packs all buckets into one where they fit: for
+        values that become ready together.
+        """
+        adds_repeated = self.communication.repeated_rows == "sum"
+        # A compiler has no dynamic lengths.
+        sum_rows = (sum_rows or adds_repeated) and not self.transport.is_compiled
+        if self.transport.replicas == 1:  # nothing travels, but Adam must do the same
+            own = [
+                merge_rows(g)
+                if adds_repeated and isinstance(g, tf.IndexedSlices)
+                else g
+                for g in gradients
+            ]
+            return own, list(state)
+        gradients = [_as_sent(g, sum_rows) for g in gradients]
+        if self.transport.wire_dtype is None:
+            # Only non-default arguments: benchmarks replace this method.
+            options = {"sum_rows": True} if sum_rows else {}
+            options |= {"at_once": True} if at_once else {}
+            sums = self.all_reduce([*gradients, *state], rank, **options)
+            return sums[: len(gradients)], sums[len(gradients) :]
+        rounded = self._by_buckets(
+            gradients, rank, self.transport.wire_dtype, sum_rows=sum_rows
+        )
+        return rounded, self.all_reduce(state, rank)
+
+    def all_reduce(
+        self,
+        values: Sequence[Value],
+        rank: Any,
+        *,
+        mean: bool = False,
+        sum_rows: bool = False,
+        at_once: bool = False,
+    ) -> list[Value]:
+        """The sum (or mean) of each value over all replicas, on each of them.
+
+        Every replica calls it once, in replica context, while a graph is built, with
+        values of equal shapes except for the number of slices. A bucket's exchange
+        depends on the bucket's own tensors only, so it starts as soon as backprop has
+        computed them.
+
+        Cost: per replica about 2 n (N - 1) / N bytes on the wire for n bytes of
+        dense gradients. Slices cost (N - 1) times their own size; between hosts (H - 1)
+        times those of a host, each index once with `sum_rows`, and then at most twice
+        the cost of the whole table: see `tfdp.hosts.row_sums`.
+        """
+        sums = self._by_buckets(values, rank, sum_rows=sum_rows, at_once=at_once)
+        is_mean = mean and self.transport.replicas > 1
+        return [self._mean(value) for value in sums] if is_mean else sums
 
     def sum_within(self, value: tf.Tensor, rank: Any) -> tf.Tensor:
         """The sum of `value` over the replicas of the calling replica's host."""
+        inner = self.transport.inner
+        if inner is None:
+            raise CollectiveError(
+                f"The engine {self.transport.name!r} has no sums within a host."
+            )
+        values = [tf.convert_to_tensor(value)]
+        return register_exchanged(inner.all_reduce(values, rank, "sum")[0])
 
-    def broadcast(self, value: Any, rank: Any) -> Any:
-        """Replica 0's value."""
-
-    @property
-    def shard_parts(self) -> int:
-        """The number of shards of a tensor."""
-
-    @property
-    def first_part(self) -> int:
-        """The shard of this process's first replica."""
+    def _by_buckets(
+        self,
+        values: Sequence[Value],
+        rank: Any,
+        wire_dtype: str | None = None,
+        *,
+        sum_rows: bool = False,
+        at_once: bool = False,
+    ) -> list[Value]:
+        """The sums: dense values bucket by bucket, then slices."""
+        values = [
+            v if isinstance(v, tf.IndexedSlices) else tf.convert_to_tensor(v)
+            for v in values
+        ]
+        if self.transport.replicas == 1:
+            return list(values)
+        # Empty tensors are in no bucket; a KeyError names any other that is in none.
+        reduced: dict[int, Value] = {
+            i: v
+            for i, v in enumerate(values)
+            if isinstance(v, tf.Tensor) and v.shape.num_elements() == 0
+        }
+        dense = [i for i, v in enumerate(values) if isinstance(v, tf.Tensor)]
+        buckets = self.plan([values[i] for i in dense])
+        if at_once and self.transport.reduces_buckets:
+            buckets = merge_if_fits(buckets, self.communication.bucket_bytes)
+        for number, bucket in enumerate(buckets, start=1):
+            places = [dense[i] for i in bucket.indices]
+            tensors = [values[place] for place in places]
+            label = f"bucket {number} of {len(buckets)}"
+            with tf.name_scope("tfdp_all_reduce"):
+                results = self.transport.all_reduce(tensors, rank, label, wire_dtype)
+            reduced.update(zip(places, register_exchanged(results), strict=True))
+        sparse = [i for i, v in enumerate(values) if isinstance(v, tf.IndexedSlices)]
+        for number, place in enumerate(sparse, start=1):
+            with tf.name_scope("tfdp_all_reduce_rows"):
+                rows = self.transport.all_reduce_rows(
+                    values[place],
+                    rank,
+                    f"table {number} of {len(sparse)}",
+                    summed=sum_rows,
+                    wire_dtype=wire_dtype,
+                )
+                reduced[place] = register_exchanged(rows)
+        return [reduced[place] for place in range(len(values))]
 
     def reduce_scatter(
         self,
-        gradients: Sequence[Any],
+        gradients: Sequence[Value],
         layouts: Layouts,
         rank: Any,
         *,
         in_turn: bool = False,
         label: str = "",
     ) -> list[tf.Tensor]:
-        """This replica's shard of the sum of each gradient.
+        """This replica's shard of the sum of each gradient, bucket by bucket.
 
-        `in_turn`: keep few of the whole gradients in memory at once. `label`: of the
-        gradients, the same on all hosts, which compare it.
+        With `in_turn` gradients wait until earlier buckets are summed, except for
+        `Communication.bucket_bytes` of them, or little more: so few whole gradients are
+        in memory, however far ahead one replica is. Hosts compare `label`.
+
+        Cost: per replica n (N - 1) / N bytes on the wire for n bytes of gradients.
         """
+        return self._cut_by_bucket(
+            self.transport.reduce_scatter,
+            with_static_shape(gradients, layouts),
+            layouts,
+            rank,
+            "reduce_scatter",
+            in_turn,
+            label,
+        )
 
     def all_gather(
         self, shards: Tensors, layouts: Layouts, rank: Any
     ) -> list[tf.Tensor]:
-        """The whole tensors from all replicas' shards."""
+        """The whole tensors, on every replica, from all replicas' shards.
 
-    @property
-    def holds_first_copy(self) -> bool:
-        """Whether this process holds the first of several copies of its shards."""
-
-    def sum_of_shards(self, value: tf.Tensor, rank: Any) -> tf.Tensor:
-        """The sum over the shards of each replica's value."""
+        Cost: per replica n (N - 1) / N bytes on the wire for n bytes of tensors.
+        """
+        # The first layers' weights are needed first, and plans begin at the last.
+        gathered = self._cut_by_bucket(
+            self.transport.all_gather,
+            shards[::-1],
+            layouts[::-1],
+            rank,
+            "all_gather",
+        )
+        return gathered[::-1]
 
     def join_shards(
         self, shards: Tensors, layout: ShardLayout, label: str
     ) -> tf.Tensor:
         """The whole tensor from this process's shards, in cross-replica context."""
+        if isinstance(self.transport, Levels):
+            return self.transport.join_shards(shards, layout, label)
+        return whole_from_shards(shards, layout)
+
+    def sum_of_shards(self, value: tf.Tensor, rank: Any) -> tf.Tensor:
+        """The sum over the shards of each replica's small value, of equal shapes."""
+        if not self.transport.holds_first_copy:
+            value = tf.zeros_like(value)  # other hosts count the same shards
+        [total] = self.transport.all_reduce([value], rank, "sum of shards")
+        return register_exchanged(total)
+
+    def _cut_by_bucket(
+        self,
+        exchange: Callable[..., list[tf.Tensor]],
+        tensors: Tensors,
+        layouts: Layouts,
+        rank: Any,
+        kind: str,
+        in_turn: bool = False,
+        label: str = "",
+    ) -> list[tf.Tensor]:
+        results: dict[int, tf.Tensor] = {}
+        buckets = self.plan(tensors)
+        of = f" {label}" if label else ""
+        waits_for = predecessors(buckets, between_bytes=self.communication.bucket_bytes)
+        for number, bucket in enumerate(buckets, start=1):
+            earlier = waits_for[number - 1]
+            # A compiler orders what it compiles.
+            if in_turn and earlier is not None and not self.transport.is_compiled:
+                until = [results[i] for i in buckets[earlier].indices]
+                for place in bucket.indices:
+                    delay(tensors[place], until)
+            with tf.name_scope(f"tfdp_{kind}"):
+                exchanged = exchange(
+                    [tensors[i] for i in bucket.indices],
+                    [layouts[i] for i in bucket.indices],
+                    rank,
+                    f"{kind}{of} of bucket {number} of {len(buckets)}",
+                )
+            register_exchanged(exchanged)
+            results.update(zip(bucket.indices, exchanged, strict=True))
+        return [results[place] for place in range(len(tensors))]
+
+    def plan(self, tensors: Tensors) -> tuple[Bucket, ...]:
+        infos = [describe(tensor) for tensor in tensors]
+        most, first = 1, 1  # packing would only add two copies: one bucket per tensor
+        if self.transport.reduces_buckets:
+            most = self.communication.bucket_bytes
+            first = self.communication.first_bucket_bytes
+        return plan_buckets(infos, bucket_bytes=most, first_bucket_bytes=first)
+
+    def _mean(self, value: Value) -> Value:
+        replicas = self.transport.replicas
+        if isinstance(value, tf.IndexedSlices):
+            return tf.IndexedSlices(
+                value.values / replicas, value.indices, value.dense_shape
+            )
+        return value / replicas
+
+
+def reducer_of(strategy: Any) -> Reducer | None:
+    """The reducer of tfdp on CPUs and GPUs; None: a stock strategy, or a TPU's."""
+    reducer = getattr(strategy.extended, "reducer", None)
+    is_here = isinstance(reducer, Reducer) and not reducer.transport.is_compiled
+    return reducer if is_here else None
+
+
+def _as_sent(gradient: Value, sum_rows: bool) -> Value:
+    """Makes a small table's gradient dense, so that it goes into a bucket."""
+    if isinstance(gradient, tf.IndexedSlices) and sum_rows and travels_dense(gradient):
+        return tf.convert_to_tensor(gradient)
+    return gradient
+
+
+def describe(tensor: tf.Tensor) -> TensorInfo:
+    """The bucket plan's description of `tensor`."""
+    elements = tensor.shape.num_elements()
+    # Types without a size (strings) must not count as empty tensors.
+    element_bytes = tensor.dtype.size or 1
+    size_bytes = None if elements is None else elements * element_bytes
+    return TensorInfo(size_bytes, tensor.dtype.name)

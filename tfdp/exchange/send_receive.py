@@ -2,10 +2,8 @@
 
 `Send` and `Recv` over the step's own rendezvous work in a graph, in replica context.
 
-Pitfall: every `Send` must opt out of automatic control dependencies (see
-`names.run_independently`; `Recv` has none), and a conditional that contains them must
-use a resource of this replica, or the conditionals of two replicas would be chained and
-wait for each other; `pin_to_replica` provides one.
+Every `Send` opts out of automatic control dependencies (`Recv` has none), and `tokens`
+order the conditionals and functions that contain them.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfdp._private import names
+from tfdp.exchange.ordering import ReplicaTokens, run_independently
 from tfdp.exchange.packing import Tensors
 from tfdp.exchange.sparse import join_rows
 from tfdp.exchange.traffic import TrafficCount
@@ -32,29 +30,7 @@ class SendReceive:
         # Strategies of one process share TensorFlow's rendezvous: names must differ.
         self._key = group_key
         self._traffic = traffic
-        self._tokens = [names.make_token(device) for device in self.devices]
-        self._touched: dict[tuple[int, int], tf.Graph] = {}
-        self._run_graph: tf.Graph | None = None
-        self._run_token = names.make_token(self.devices[0])
-        self._received: list[tf.Operation] = []
-
-    def begin_run(self, run_graph: tf.Graph) -> None:
-        """Called before the replicas of a `strategy.run` in `run_graph` are traced."""
-        self._run_graph = run_graph
-        self._touched, self._received = {}, []
-
-    def end_run(self, *, always: bool = False) -> None:
-        """Orders calls of functions that contain this run; called when it is traced.
-
-        A function called twice in a step uses each rendezvous name twice, so that one
-        call could receive what the other sent. The function writes to a resource after
-        all receives, so that TensorFlow orders the calls. A run without receives needs
-        no order, except with `always`.
-        """
-        if not (always or self._received) or names.in_compiled_function():
-            return
-        with tf.device(self.devices[0]), tf.control_dependencies(self._received):
-            tf.raw_ops.AssignVariableOp(resource=self._run_token.handle, value=0.0)
+        self.tokens = ReplicaTokens(self.devices)
 
     def sum_at(
         self, tensor: tf.Tensor, rank: int, root: int, group: Sequence[int], key: str
@@ -147,10 +123,11 @@ class SendReceive:
         self._send(part, rank, rank, key)
         return self.receive(like, rank, rank, key)
 
-    def all_gather(self, tensor: tf.Tensor, rank: int, key: str) -> tf.Tensor:
-        """All replicas' tensors, joined along the first axis in rank order."""
-        ranks = range(len(self.devices))
-        parts = self._swap([tensor] * len(ranks), rank, ranks, key, partly=True)
+    def all_gather(
+        self, tensor: tf.Tensor, rank: int, group: Sequence[int], key: str
+    ) -> tf.Tensor:
+        """All members' tensors, joined along the first axis in rank order."""
+        parts = self._swap([tensor] * len(group), rank, group, key, partly=True)
         with tf.device(self.devices[rank]):
             return tf.concat(parts, axis=0)
 
@@ -194,7 +171,7 @@ class SendReceive:
                 recv_device=self.devices[target],
                 client_terminated=False,
             )
-        names.run_independently(op)
+        run_independently(op)
 
     def receive(
         self, like: tf.Tensor, source: int, target: int, key: str, partly: bool = False
@@ -210,10 +187,7 @@ class SendReceive:
                 recv_device=self.devices[target],
                 client_terminated=False,
             )
-            if tf.compat.v1.get_default_graph() is self._run_graph:
-                self._received.append(tensor.op)
-            else:
-                self._end_call_behind(tensor.op, target)
+            self.tokens.end_behind(tensor.op, target)
             shape = like.shape
             if partly and shape.rank is not None:
                 shape = tf.TensorShape([None]).concatenate(shape[1:])
@@ -225,26 +199,8 @@ class SendReceive:
         tensor.set_shape(shape)
         return tensor
 
-    def _end_call_behind(self, received: tf.Operation, rank: int) -> None:
-        """Makes a function end after `received`, so that it may be called again.
-
-        Both calls use the same names, and a receive waits for nothing: the second call
-        would take the first one's tensors. A replica's token orders its calls.
-        """
-        with tf.control_dependencies([received]):
-            tf.raw_ops.VarIsInitializedOp(resource=self._tokens[rank].handle)
-
     def _rendezvous_name(self, key: str, source: int, target: int) -> str:
         return f"tfdp/{self._key}/{key}/{source}-{target}"
-
-    def pin_to_replica(self, rank: int) -> None:
-        """Makes an inner graph use a resource of this replica, once (see the top)."""
-        graph = tf.compat.v1.get_default_graph()
-        if graph is self._run_graph or (rank, id(graph)) in self._touched:
-            return
-        self._touched[rank, id(graph)] = graph  # kept, so that its id stays unique
-        with tf.device(self.devices[rank]):
-            tf.raw_ops.VarIsInitializedOp(resource=self._tokens[rank].handle)
 
 
 def sum_in_order(parts: Tensors) -> tf.Tensor:

@@ -27,7 +27,7 @@ from tfdp._private.names import VariableWatcher, replicas_of, stop_recording
 from tfdp._private.step_ops import operations_within, reads_only_shapes
 from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError, TooLateWarning
-from tfdp.exchange.engine import exchanges_of
+from tfdp.exchange.ordering import exchanges_of
 from tfdp.layers import recompute
 from tfdp.layers.segments import cut_in_segments
 from tfdp.lint.op_kinds import assigns, draws

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfdp.errors import ConfigurationError
-from tfdp.exchange.engine import exchanges_of
+from tfdp.exchange.ordering import exchanges_of
 from tfdp.layers.moments import (
     Moments,
     at_least_one,

@@ -162,3 +162,22 @@ class ShardLayout:
         """The elements of shard `part`, without padding."""
         start, stop = self.bounds(part)
         return stop - start
+
+    def of_hosts(self, replicas_per_host: int) -> ShardLayout:
+        """The same shards, those of each host's replicas joined to one.
+
+        >>> layout = ShardLayout((5, 3), parts=4).of_hosts(2)
+        >>> [layout.bounds(host) for host in range(2)]
+        [(0, 8), (8, 15)]
+        """
+        hosts, joined = self.parts // replicas_per_host, self.shard_elements
+        return _JoinedShards(self.shape, hosts, joined * replicas_per_host)
+
+
+@dataclasses.dataclass(frozen=True)
+class _JoinedShards(ShardLayout):
+    joined_elements: int
+
+    @property
+    def shard_elements(self) -> int:
+        return self.joined_elements

@@ -189,7 +189,7 @@ def _total_over_shards(own: Sequence[Any], shards: ShardUpdates) -> list[tf.Tens
     stacked = tf.stack([tf.cast(value, tf.float32) for value in own])
     if not tf.executing_eagerly():
         return tf.unstack(shards.reducer.sum_of_shards(stacked, current_rank()))
-    if not shards.reducer.holds_first_copy:
+    if not shards.reducer.transport.holds_first_copy:
         stacked = tf.zeros_like(stacked)  # another host counts the same shards
     context = tf.distribute.get_replica_context()
     return tf.unstack(context.all_reduce("SUM", stacked))

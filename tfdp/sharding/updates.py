@@ -14,7 +14,7 @@ from tfdp._private.keras_calls import is_made_for_autocast
 from tfdp._private.keras_layers import autocast_dtype
 from tfdp._private.optimizer_hooks import strategy_of
 from tfdp.errors import ConfigurationError
-from tfdp.exchange.engine import exchanges_of
+from tfdp.exchange.ordering import exchanges_of
 from tfdp.exchange.packing import copied_shard, shard_of
 from tfdp.exchange.reducer import Reducer
 from tfdp.lint.registry import key_of, register
@@ -81,11 +81,13 @@ class ShardUpdates:
         return ShardedVariable if self.stage == 3 else ShardUpdatedVariable
 
     def layout_of(self, value: Any) -> ShardLayout:
-        return ShardLayout(tuple(value.shape.as_list()), self.reducer.shard_parts)
+        return ShardLayout(
+            tuple(value.shape.as_list()), self.reducer.transport.shard_parts
+        )
 
     def part_of(self, rank: int) -> int:
         """The shard that a replica of this process holds."""
-        return self.reducer.first_part + rank
+        return self.reducer.transport.first_part + rank
 
     def whole(
         self, shards: Sequence[tf.Tensor], layout: ShardLayout, name: str
@@ -190,7 +192,7 @@ class ShardUpdates:
         may take another branch. Conditionals around an update take the same branch on
         all replicas, and what they read is newer than what was read before them.
         """
-        run_graph = self.reducer.run_graph
+        run_graph = self.reducer.transport.order.run_graph
         if run_graph is None:
             return contextlib.nullcontext()
         inner = names.graphs_inside(run_graph)
@@ -235,7 +237,7 @@ class ShardUpdates:
     ) -> Any:
         """Calls `fn` in a replica on its shard of `variable`."""
         rank = names.current_rank()
-        self.reducer.note_branches(rank)
+        self.reducer.transport.order.note_branches(rank)
         target = self._target(variable, rank)
         device = self._device_of_update(variable, target.device)
         with tf.device(device), shard_update(rank):

@@ -106,7 +106,7 @@ class Rounds(Stage):
         # In-flight values are part of checkpoints.
         devices = strategy.extended.worker_devices
         # With compression TensorFlow encodes and sums, within a step.
-        late = self._reducer.late if self.compressed is None else None
+        late = self._reducer.transport.late if self.compressed is None else None
         for number in range(len(self._fragments)):
             label = f"outer gradients of fragment {number}"
             in_flight = AsyncMeans(late, devices, self._replicas, label)

@@ -21,7 +21,7 @@ from tfdp.cluster.nvidia import gpu_names
 from tfdp.errors import CollectiveError, ConfigurationError
 from tfdp.exchange.choose_engine import choose_engine, gpus_are_split
 from tfdp.exchange.host_group import HostGroup
-from tfdp.exchange.two_level_collectives import (
+from tfdp.exchange.over_collectives import (
     NO_ANSWER,
     rendezvous_by_collectives,
     try_collectives,

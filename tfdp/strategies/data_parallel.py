@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfdp.cluster import find_cluster
 from tfdp.data.padding import check_pad_batches
 from tfdp.errors import ClusterError, ConfigurationError
-from tfdp.exchange.pipeline import GradientPipeline
+from tfdp.exchange.reducer import Reducer
 from tfdp.plan.buckets import Bucket
 from tfdp.plan.communication import (
     Communication,
@@ -133,24 +133,22 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
         draws_per_replica: bool,
     ) -> DataParallelExtended:
         check_compressed_shards(communication, self.shard, hosts=1)
-        pipeline = cross_device_ops.pipeline(devices)
-        self._pipeline = self.pipeline_of(pipeline, communication)
+        outside = cross_device_ops.reducer(devices)
+        self._reducer = self.reducer_within(outside, communication)
         return DataParallelExtended(
             self,
             devices,
-            self._pipeline,
+            self._reducer,
             cross_device_ops,
             draws_per_replica=draws_per_replica,
             sharding=self._sharding,
         )
 
-    def pipeline_of(
-        self, pipeline: GradientPipeline, communication: Communication
-    ) -> GradientPipeline:
-        """The pipeline within replicas, given the one that reduces outside them."""
+    def reducer_within(self, outside: Reducer, communication: Communication) -> Reducer:
+        """The reducer within replicas, given the one that reduces outside them."""
         if communication.compression is None:
-            return pipeline
-        return GradientPipeline(pipeline.engine, communication)
+            return outside
+        return Reducer(outside.transport, communication)
 
     def from_chief(self, value: np.ndarray, label: str = "value") -> np.ndarray:
         """The first host's array, on every host; all of them must call it."""
@@ -158,25 +156,25 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
 
     @property
     def communication(self) -> Communication:
-        return self._pipeline.communication
+        return self._reducer.communication
 
     @property
     def topology(self) -> Topology:
         """The levels over which gradients are reduced."""
-        return self._pipeline.engine.topology
+        return self._reducer.transport.topology
 
     @property
     def engine_name(self) -> str:
         """The engine that moves tensors: "in_process" or "tensorflow"."""
-        return self._pipeline.engine.name
+        return self._reducer.transport.name
 
     @property
     def _engine_in_words(self) -> str:
-        return self._pipeline.engine.in_words
+        return self._reducer.transport.in_words
 
     def plan(self, gradients: Sequence[tf.Tensor]) -> tuple[Bucket, ...]:
         """The buckets for `gradients`, in the order of their exchanges."""
-        return self._pipeline.plan(gradients)
+        return self._reducer.plan(gradients)
 
     @property
     def shard_min_bytes(self) -> int:

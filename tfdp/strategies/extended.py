@@ -7,6 +7,7 @@ itself, so Keras' accumulation, EMA overwrite and steps_per_execution work uncha
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -50,7 +51,7 @@ class DataParallelExtended(ReplicaExtended, names.MirroredExtended):
     ):
         self.reducer = reducer
         self.shards: ShardUpdates | None = None
-        if sharding is not None and sharding.is_needed(reducer.shard_parts):
+        if sharding is not None and sharding.is_needed(reducer.transport.shard_parts):
             self.shards = ShardUpdates(strategy, devices, reducer, sharding)
         self.current_run = ReplicaRun(len(devices))
         self.remember_made()
@@ -86,18 +87,16 @@ class DataParallelExtended(ReplicaExtended, names.MirroredExtended):
         return tf.executing_eagerly()
 
     def _call_for_each_replica(self, fn: Callable, args: Any, kwargs: Any) -> Any:
+        building: contextlib.AbstractContextManager = self.building_replicas()
         if tf.executing_eagerly():
             self.current_run.eager_order = EagerOrder()
-        else:
-            self.begin_run()
+            building = contextlib.nullcontext()
         first_draw = self.first_draw if self._draws_per_replica else None
-        with independent_draws(first_draw) as draw_as:
+        with building, independent_draws(first_draw) as draw_as:
             effects = ReplicaEffects()
             fn = effects.seen(with_global_seed(fn, draw_as))
             result = super()._call_for_each_replica(fn, args, kwargs)
             warn_about_shared(self.current_run, effects.put_in_order())
-        if not tf.executing_eagerly():
-            self.reducer.end_run()
         return result
 
     def _replica_ctx_all_reduce(

@@ -9,8 +9,8 @@ import tensorflow as tf
 
 from tfdp._private.names import common_devices, regroup_mirrored
 from tfdp.errors import ConfigurationError
-from tfdp.exchange.choose_engine import make_engine
-from tfdp.exchange.pipeline import GradientPipeline
+from tfdp.exchange.choose_engine import make_transport
+from tfdp.exchange.reducer import Reducer
 from tfdp.plan.communication import (
     Communication,
     check_idle_options,
@@ -60,7 +60,7 @@ class HierarchicalAllReduce(tf.distribute.ReductionToOneDevice):
                 "cannot compress them. Use tfdp.DataParallelStrategy("
                 "communication=...), or leave compression out."
             )
-        self._pipelines: dict[tuple[str, ...], GradientPipeline] = {}
+        self._reducers: dict[tuple[str, ...], Reducer] = {}
 
     def batch_reduce_implementation(
         self,
@@ -75,20 +75,20 @@ class HierarchicalAllReduce(tf.distribute.ReductionToOneDevice):
             )
         mean = reduce_op == tf.distribute.ReduceOp.MEAN
         by_rank = []
-        with one_trace():
-            pipeline = self.pipeline(devices)
-            pipeline.begin_run()
+        reducer = self.reducer(devices)
+        with one_trace(), reducer.transport.run():
             for rank, device in enumerate(devices):
                 with tf.device(device):
                     mine = [value.values[rank] for value, _ in value_destination_pairs]
-                    by_rank.append(pipeline.all_reduce(mine, rank, mean=mean))
-            pipeline.end_run()
+                    by_rank.append(reducer.all_reduce(mine, rank, mean=mean))
         return [regroup_mirrored(parts) for parts in zip(*by_rank, strict=True)]
 
-    def pipeline(self, devices: tuple[str, ...]) -> GradientPipeline:
-        """The pipeline of `devices`, created once for each tuple of them."""
-        if devices not in self._pipelines:
+    def reducer(self, devices: tuple[str, ...]) -> Reducer:
+        """The reducer of `devices`, created once for each tuple of them."""
+        if devices not in self._reducers:
             topology = self.communication.resolve_topology(Topology(1, len(devices)))
-            engine = make_engine(find_devices(devices), topology, self.communication)
-            self._pipelines[devices] = GradientPipeline(engine, self.communication)
-        return self._pipelines[devices]
+            transport = make_transport(
+                find_devices(devices), topology, self.communication
+            )
+            self._reducers[devices] = Reducer(transport, self.communication)
+        return self._reducers[devices]

@@ -20,10 +20,11 @@ from tfdp.errors import ConfigurationError
 from tfdp.exchange.choose_engine import choose_engine
 from tfdp.exchange.elastic_pipeline import ElasticPipeline
 from tfdp.exchange.host_group import HostGroup
-from tfdp.exchange.pipeline import GradientPipeline
-from tfdp.exchange.two_level import AcrossHostsEngine
-from tfdp.exchange.two_level_collectives import TensorFlowAcrossHostsEngine
-from tfdp.exchange.two_level_shards import ShardsAcrossHostsEngine
+from tfdp.exchange.in_process import InProcess
+from tfdp.exchange.levels import Levels
+from tfdp.exchange.over_collectives import LevelsOverCollectives
+from tfdp.exchange.over_link import OverLink
+from tfdp.exchange.reducer import Reducer
 from tfdp.hosts import crash_report
 from tfdp.hosts.choose_link import make_link
 from tfdp.hosts.elastic_group import ElasticHosts
@@ -37,6 +38,7 @@ from tfdp.plan.communication import (
     uncompressed,
 )
 from tfdp.plan.shards import SHARD_GROUPS, Sharding, sharding_of
+from tfdp.plan.topology import Topology
 from tfdp.strategies.connect_hosts import HostConnection, connect_hosts, with_trial
 from tfdp.strategies.data_parallel import DataParallelStrategy
 from tfdp.strategies.devices import (
@@ -255,13 +257,13 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         cross_device_ops: tf.distribute.CrossDeviceOps,
         draws_per_replica: bool,
     ) -> MultiHostExtended:
-        self._engine = self._make_engine(group.link, devices, communication)
-        group.use(self._engine)
-        self._pipeline = GradientPipeline(self._engine, communication)
+        levels = self._make_levels(group.link, devices, communication)
+        group.use(levels)
+        self._reducer = Reducer(levels, communication)
         return MultiHostExtended(
             self,
             devices,
-            self._pipeline,
+            self._reducer,
             cross_device_ops,
             draws_per_replica=draws_per_replica,
             sharding=self._sharding,
@@ -270,23 +272,21 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
             group=group,
         )
 
-    def _make_engine(
+    def _make_levels(
         self, link: HostLink, devices: tuple[str, ...], communication: Communication
-    ) -> AcrossHostsEngine:
+    ) -> Levels:
         wire_dtype = communication.link_dtype
+        inner = InProcess(devices, Topology(1, len(devices)))
+        outer = OverLink(devices[0], link, wire_dtype)
         if self._connection.by_collectives:
             hint = choose_engine(devices, communication).hint
-            return TensorFlowAcrossHostsEngine(devices, link, hint, wire_dtype)
-        if self.shards_over_hosts:
-            return ShardsAcrossHostsEngine(devices, link, wire_dtype)
-        return AcrossHostsEngine(devices, link, wire_dtype)
+            return LevelsOverCollectives(inner, outer, hint)
+        return Levels(inner, outer, shards_over_hosts=self.shards_over_hosts)
 
-    def pipeline_of(
-        self, pipeline: GradientPipeline, communication: Communication
-    ) -> GradientPipeline:
+    def reducer_within(self, outside: Reducer, communication: Communication) -> Reducer:
         if self.elastic_hosts is None:
-            return super().pipeline_of(pipeline, communication)
-        return ElasticPipeline(pipeline.engine, communication, self.elastic_hosts)
+            return super().reducer_within(outside, communication)
+        return ElasticPipeline(outside.transport, communication, self.elastic_hosts)
 
     @property
     def cluster_resolver(self) -> tf.distribute.cluster_resolver.ClusterResolver:

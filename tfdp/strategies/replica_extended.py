@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -84,8 +85,11 @@ class ReplicaExtended(LastingInput):
         self.made_optimizers.note_maker()
         self.made_metrics.note_maker()
 
-    def begin_run(self) -> None:
-        self.reducer.begin_run()
+    @contextlib.contextmanager
+    def building_replicas(self) -> Iterator[None]:
+        """Within the context the replicas of one `strategy.run` are traced."""
+        with self.reducer.transport.run():
+            yield
 
     def reduced(self, reduce_op: Any, value: Any) -> Any:
         """A user's sum or mean in a graph, outside of overridden optimizers."""

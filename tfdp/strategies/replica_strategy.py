@@ -194,7 +194,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         made_metrics = self.extended.made_metrics.together_with(())
         with self._as_current(run), call.overriding(optimizers, made_metrics) as noted:
             result = super().run(call.step, *call.arguments, options)
-            refuse_own_branches(run, self.extended.reducer.branches)
+            refuse_own_branches(run, self.extended.reducer.transport.order.branches)
         if not is_reported:
             warn_of_same_rows(self, call.arguments, run)
 

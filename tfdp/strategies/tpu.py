@@ -17,7 +17,7 @@ from tfdp.cluster.tpu import explain_tpu_failure, find_tpu
 from tfdp.data.padding import check_pad_batches
 from tfdp.errors import ConfigurationError, TPUError
 from tfdp.exchange.reducer import Reducer
-from tfdp.exchange.tpu import CrossReplicaReducer
+from tfdp.exchange.tpu import CrossReplica
 from tfdp.plan.communication import Communication, checked_communication
 from tfdp.plan.shards import Sharding, sharding_of
 from tfdp.sharding.tpu_variables import tpu_shard_class
@@ -137,7 +137,7 @@ class TPUDataParallelStrategy(ReplicaContextStrategy, tf.distribute.TPUStrategy)
         return TPUDataParallelExtended(
             self,
             connect(tpu),
-            functools.partial(CrossReplicaReducer, wire_dtype=wire_dtype),
+            functools.partial(CrossReplica, wire_dtype=wire_dtype),
             draws_per_replica=draws_per_replica,
             sharding=self._sharding,
         )
@@ -181,8 +181,8 @@ def check_communication(communication: Communication | None) -> None:
 class TPUDataParallelExtended(ReplicaExtended, TPUExtended):
     """`TPUExtended` that reduces and updates in replica context.
 
-    All replicas share one function, in which the rank is a tensor. `make_reducer`:
-    returns the reducer for N replicas, given N.
+    All replicas share one function, in which the rank is a tensor. `make_transport`:
+    returns the transport of N replicas, given N.
     """
 
     replica_classes = TPUReplicaVariable, TPUOwnSumVariable, TPUSeedVariable
@@ -191,7 +191,7 @@ class TPUDataParallelExtended(ReplicaExtended, TPUExtended):
         self,
         strategy: tf.distribute.Strategy,
         resolver: Any,
-        make_reducer: Callable[[int], Reducer],
+        make_transport: Callable[[int], CrossReplica],
         *,
         draws_per_replica: bool = True,
         sharding: Sharding | None = None,
@@ -206,8 +206,10 @@ class TPUDataParallelExtended(ReplicaExtended, TPUExtended):
         # Our variable classes define how a variable behaves, instead of policies.
         self._use_var_policy = False
         self.current_run = ReplicaRun(self._num_replicas_in_sync)
-        self.reducer = make_reducer(self._num_replicas_in_sync)
-        if sharding is not None and sharding.is_needed(self.reducer.shard_parts):
+        self.reducer = Reducer(make_transport(self._num_replicas_in_sync))
+        if sharding is not None and sharding.is_needed(
+            self.reducer.transport.shard_parts
+        ):
             self.shards = ShardUpdates(
                 strategy, self.worker_devices, self.reducer, sharding
             )
@@ -229,8 +231,8 @@ class TPUDataParallelExtended(ReplicaExtended, TPUExtended):
         return False
 
     def tpu_run(self, fn: Callable, args: Any, kwargs: Any, options: Any = None) -> Any:
-        self.begin_run()
-        return super().tpu_run(with_global_seed(fn), args, kwargs, options)
+        with self.building_replicas():
+            return super().tpu_run(with_global_seed(fn), args, kwargs, options)
 
     def _replica_ctx_all_reduce(
         self, reduce_op: Any, value: Any, options: Any = None

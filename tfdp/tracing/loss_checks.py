@@ -66,7 +66,8 @@ def has_entry_per_row(run: Step, rank: Any, values: tf.Tensor) -> bool:
         if is_of_rows and values.shape[1:].is_fully_defined():
             return True
         # Not loops around the run: steps_per_execution makes one.
-        run_graph = tf.distribute.get_strategy().extended.reducer.run_graph
+        reducer = tf.distribute.get_strategy().extended.reducer
+        run_graph = reducer.transport.order.run_graph
         if any(map(is_loop_graph, graphs_inside(run_graph))):
             run.suspicions.add(
                 "within a tf.while_loop a Keras loss was weighted by the rows of the "

@@ -18,7 +18,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp._private.names import current_rank
-from tfdp.exchange.engine import current_exchange_name
+from tfdp.exchange.ordering import current_exchange_name
 from tfdp.lint.analysis import Analysis
 from tfdp.lint.findings import Findings
 from tfdp.lint.registry import is_of_graph, key_of

@@ -16,7 +16,7 @@ from tfdp.callbacks.other_callbacks import refuse_others
 from tfdp.callbacks.step_count import StepCount
 from tfdp.checks import check_whole, is_whole
 from tfdp.errors import CollectiveError, ConfigurationError
-from tfdp.exchange.pipeline import GradientPipeline
+from tfdp.exchange.reducer import Reducer
 from tfdp.hosts.host_link import HostLink
 from tfdp.hosts.link_speed import speed_of_sums
 from tfdp.plan.buckets import Bucket
@@ -122,14 +122,14 @@ class Autotune(keras.callbacks.Callback):
         #: The log.
         self.lines: list[str] = []
         self._tuning: Tuning | None = None
-        self._pipeline: Any = None
+        self._reducer: Any = None
         self._own = Communication()
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Starts with the program's own sizes; raises ConfigurationError."""
         if self._tuning is not None:
             # A training that failed within a trial left the trial's sizes.
-            self._pipeline.communication = self._own
+            self._reducer.communication = self._own
         self.lines, self.chosen, self._tuning = [], None, None
         strategy = self.model.distribute_strategy
         refuse_strategy(strategy, "Autotune")
@@ -137,16 +137,16 @@ class Autotune(keras.callbacks.Callback):
         if reason is not None:
             raise ConfigurationError(f"Autotune cannot act here: {reason}")
         refuse_others(self, (Autotune,), "set sizes of buckets", of_strategy=True)
-        self._pipeline = strategy.extended.reducer
-        self._own = self._pipeline.communication
-        reason = why_nothing_acts(self._pipeline)
+        self._reducer = strategy.extended.reducer
+        self._own = self._reducer.communication
+        reason = why_nothing_acts(self._reducer)
         if reason is not None:
             self.chosen = self._own
             self._log(f"Autotune has nothing to tune: {reason}")
             return
         sizes = self._own.bucket_bytes, self._own.first_bucket_bytes
         self._own_setting = Setting(*sizes)
-        self._space = space_of(self.model, self._pipeline)
+        self._space = space_of(self.model, self._reducer)
         self._functions: dict[Setting, Any] = {}
         self._steps = StepCount()
         self._tuning = Tuning(
@@ -194,7 +194,7 @@ class Autotune(keras.callbacks.Callback):
         self._use(setting)
 
     def _use(self, setting: Setting) -> None:
-        self._pipeline.communication = dataclasses.replace(
+        self._reducer.communication = dataclasses.replace(
             self._own,
             bucket_bytes=setting.bucket_bytes,
             first_bucket_bytes=setting.first_bucket_bytes,
@@ -234,7 +234,7 @@ class Autotune(keras.callbacks.Callback):
         for line in outcome(verdict, tuning.trials, OWN):
             self._log(line)
         self._finish(verdict.winner)
-        self._log(f"communication={communication_line(self._pipeline.communication)}")
+        self._log(f"communication={communication_line(self._reducer.communication)}")
 
     def _from_chief(self, value: Any) -> Any:
         """Worker 0's value, on all hosts."""
@@ -249,7 +249,7 @@ class Autotune(keras.callbacks.Callback):
 
     def _finish(self, setting: Setting) -> None:
         self._use(setting)
-        self.chosen = self._pipeline.communication
+        self.chosen = self._reducer.communication
         self._tuning, self._functions = None, {}
 
     def _log(self, line: str) -> None:
@@ -304,26 +304,26 @@ def why_refused(model: keras.Model) -> str | None:
     return None
 
 
-def why_nothing_acts(pipeline: GradientPipeline) -> str | None:
+def why_nothing_acts(reducer: Reducer) -> str | None:
     """Why bucket sizes make no difference; None: they do."""
-    if pipeline.engine.replicas == 1:
+    if reducer.transport.replicas == 1:
         return "one replica sends nothing."
-    if not pipeline.engine.reduces_buckets:
+    if not reducer.transport.reduces_buckets:
         return (
-            f"the engine {pipeline.engine.name!r} sends each gradient alone, so there "
-            "are no buckets. `tfdp tune` tries other engines."
+            f"the engine {reducer.transport.name!r} sends each gradient alone, so "
+            "there are no buckets. `tfdp tune` tries other engines."
         )
     return None
 
 
-def space_of(model: keras.Model, pipeline: GradientPipeline) -> Space:
+def space_of(model: keras.Model, reducer: Reducer) -> Space:
     """The sizes that make different buckets of the model's gradients."""
-    topology = pipeline.engine.topology
+    topology = reducer.transport.topology
     place = Place(
         topology.hosts,
         topology.devices_per_host,
         rows=topology.num_replicas,
-        automatic_engine=pipeline.engine.name,
+        automatic_engine=reducer.transport.name,
     )
     gradients = []
     for variable in model.trainable_variables:

@@ -19,7 +19,7 @@ import tensorflow as tf
 from tfdp._private.frames import fits_around
 from tfdp.callbacks.gather_from_hosts import gather_from_hosts
 from tfdp.callbacks.step_count import StepClock, warn_unless_first
-from tfdp.callbacks.traffic import TrafficReader, engine_of
+from tfdp.callbacks.traffic import TrafficReader, transport_of
 from tfdp.checks import is_number
 from tfdp.cluster import restarts
 from tfdp.cluster.machine import (
@@ -28,7 +28,7 @@ from tfdp.cluster.machine import (
     resident_and_peak_bytes,
 )
 from tfdp.errors import ConfigurationError, RunRecordWarning
-from tfdp.exchange.engine import Engine
+from tfdp.exchange.transport import Transport
 from tfdp.step.observers import StepMeter, attach, detach
 from tfdp.tools.runs.entries import (
     MOST_NAMES,
@@ -182,10 +182,10 @@ class RunRecord(keras.callbacks.Callback):
         return max(int(strategy.num_replicas_in_sync), here * workers)
 
     def _begin_to_count(self, strategy: Any) -> None:
-        self._engine: Engine | None = None
+        self._transport: Transport | None = None
         with contextlib.suppress(ConfigurationError):  # no traffic count available
-            self._engine = engine_of(self.model, "RunRecord")
-            self._reader = TrafficReader(self._engine)
+            self._transport = transport_of(self.model, "RunRecord")
+            self._reader = TrafficReader(self._transport)
         if hasattr(strategy.extended, "current_run"):  # tfdp's own strategies
             self._meter = StepMeter()
             attach(self.model, self._meter)
@@ -328,7 +328,9 @@ class RunRecord(keras.callbacks.Callback):
     def _exchange_seconds(self) -> float | None:
         if self._reader is None or self._is_elastic:
             return None
-        return 0.0 if self._engine is None else self._engine.seconds_between_hosts()
+        if self._transport is None:
+            return 0.0
+        return self._transport.seconds_between_hosts
 
     def _samples_now(self) -> int | None:
         return None if self._meter is None else self._meter.samples

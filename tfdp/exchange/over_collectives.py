@@ -15,9 +15,10 @@ all of them: the place in the run, and the size.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,10 +29,13 @@ from tfdp._private.collective_runtime import abort_collectives, start_collective
 from tfdp.cluster.addresses import held_port
 from tfdp.cluster.description import join_address
 from tfdp.errors import ConfigurationError
-from tfdp.exchange.engine import next_group_key
+from tfdp.exchange.in_process import InProcess
+from tfdp.exchange.levels import FIRST, Levels
+from tfdp.exchange.ordering import run_independently
+from tfdp.exchange.over_link import OverLink
 from tfdp.exchange.packing import Tensors, pack, unpack
 from tfdp.exchange.traffic import ring_bytes
-from tfdp.exchange.two_level import LEADER, AcrossHostsEngine
+from tfdp.exchange.transport import next_group_key
 from tfdp.exchange.wire_types import collective_sum_dtype, fitting_wire_dtype
 from tfdp.hosts.exchange_watch import ExchangeWatch
 from tfdp.hosts.host_link import HostLink
@@ -73,13 +77,13 @@ def rendezvous_by_collectives(link: HostLink) -> None:
         keep_to_workers(link, [int(other) for other in ports])
 
 
-class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
-    """Sums over the replicas of several processes, by TensorFlow's collectives.
+class LevelsOverCollectives(Levels):
+    """`Levels`, but TensorFlow's collectives add between hosts what is large.
 
-    The names of `devices` contain the process: see `start_collectives`. `link` carries
-    small tensors, and detects missing hosts. `hint` is "nccl" or "ring". Unlike the
-    link, the collectives add in `wire_dtype`; with "nccl" bfloat16 travels and is added
-    as float32.
+    The names of the devices contain the process: see `start_collectives`. `outer`
+    carries small tensors, and its link detects missing hosts. `hint` is "nccl" or
+    "ring". Unlike the link, the collectives add in `wire_dtype`; with "nccl" bfloat16
+    travels and is added as float32.
 
     Cost: with "nccl" one launch per bucket and replica and 2 n (N - 1) / N bytes for
     n bytes on N replicas; with "ring" a launch per 6 MiB and 2 n (H - 1) / H bytes
@@ -87,20 +91,75 @@ class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
     not run on a GPU.
     """
 
-    #: Local training was not tried with these collectives.
-    host_groups = None
-
-    def __init__(
-        self,
-        devices: Sequence[str],
-        link: HostLink,
-        hint: str,
-        wire_dtype: str | None = None,
-    ):
-        super().__init__(devices, link, wire_dtype)
-        self.name = "tensorflow"
-        self._hint = hint
+    def __init__(self, inner: InProcess, outer: OverLink, hint: str):
+        super().__init__(inner, outer)
+        self.name, self.hint = "tensorflow", hint
+        # Local training was not tried with these collectives.
+        self.host_groups = None
+        # NCCL handles both levels itself; on CPUs the replicas of a host sum first.
         self._over_nccl = hint == "nccl"
+        devices = self.devices if self._over_nccl else self.devices[:1]
+        members = self.replicas if self._over_nccl else outer.replicas
+        self.large = LargeSums(devices, outer.link, hint, members)
+
+    @property
+    def bytes_between_hosts(self) -> int | None:
+        # NCCL chooses its own route over all GPUs, and does not report it.
+        if self._over_nccl:
+            return None
+        return self.outer.link.sent_bytes() + self.large.sent_bytes
+
+    @property
+    def seconds_between_hosts(self) -> float | None:
+        """None: TensorFlow does not report the duration of its collectives."""
+        return None
+
+    @contextlib.contextmanager
+    def run(self) -> Iterator[None]:
+        self.large.begin_run()
+        with super().run():
+            yield
+
+    def close(self) -> None:
+        super().close()
+        self.large.close()
+
+    def all_reduce(
+        self, tensors: Tensors, rank: int, label: str, wire_dtype: str | None = None
+    ) -> list[tf.Tensor]:
+        if not self._over_nccl or not _are_large(tensors):
+            return super().all_reduce(tensors, rank, label, wire_dtype)
+        self.order.next(rank, "sum", tensors)
+        with tf.device(self.devices[rank]):
+            [total] = self.large.sums([pack(tensors)], rank, label, wire_dtype)
+            return unpack(total, tensors)
+
+    def sum_of_hosts(
+        self, tensors: Tensors, label: str, wire_dtype: str | None
+    ) -> list[tf.Tensor]:
+        if self._over_nccl or not _are_large(tensors):
+            return super().sum_of_hosts(tensors, label, wire_dtype)
+        with tf.device(self.devices[FIRST]):
+            # TensorFlow's ring waits for new memory on large buffers: measured on CPUs.
+            elements = [total.shape.num_elements() for total in tensors]
+            plan = plan_chunks(elements, CHUNK_BYTES // tensors[0].dtype.size)
+            chunks = cut_chunks(tensors, plan)
+            sums = self.large.sums(chunks, FIRST, label, wire_dtype)
+            return join_chunks(sums, plan, tensors)
+
+
+class LargeSums:
+    """TensorFlow's collectives between hosts, for large tensors of static shape.
+
+    `devices` are those of this process that take part, of `members` in all. TensorFlow
+    uses the implementation `hint`: "nccl" or "ring".
+    """
+
+    def __init__(self, devices: Sequence[str], link: HostLink, hint: str, members: int):
+        self.devices, self.link, self.hint = tuple(devices), link, hint
+        self.sent_bytes = 0
+        self._over_nccl = hint == "nccl"
+        self._members = members
         self._group_key = next_group_key()
         self._tokens = [names.make_token(device) for device in self.devices]
         # The place in the trace identifies a collective: all replicas trace the same
@@ -108,17 +167,15 @@ class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
         self._places = [0] * len(self.devices)
         self._step: Callable[[], Any] = lambda: None
         self._keys = CollectiveKeys()
-        self._sent_bytes = 0
         # A collective's deadline does not name the missing host. An abort is permanent:
         # afterwards every collective of this process fails.
         self._watch = ExchangeWatch(link, abort_collectives)
 
     def close(self) -> None:
-        super().close()
         self._watch.close()
 
     def begin_run(self) -> None:
-        super().begin_run()
+        """Called before the replicas of a `strategy.run` are traced."""
         # A step may have several runs, in separate graphs: places go on within a step,
         # but restart with each step, because hosts may trace different numbers of them.
         before, step = self._step(), names.outermost_function_graph()
@@ -126,44 +183,7 @@ class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
         self._places = [least] * len(self.devices)
         self._step = (lambda: None) if step is None else weakref.ref(step)
 
-    def sent_between_hosts(self) -> int | None:
-        # NCCL chooses its own route over all GPUs, and does not report it.
-        if self._over_nccl:
-            return None
-        return self.link.sent_bytes() + self._sent_bytes
-
-    def seconds_between_hosts(self) -> float | None:
-        """None: TensorFlow does not report the duration of its collectives."""
-        return None
-
-    def sum_everywhere(
-        self, tensors: Tensors, rank: int, label: str, wire_dtype: str | None
-    ) -> list[tf.Tensor]:
-        # NCCL handles both levels itself; on CPUs the replicas of a host sum first.
-        if not self._over_nccl or not _are_large(tensors):
-            return super().sum_everywhere(tensors, rank, label, wire_dtype)
-        self.next_call_number(rank, "sum", tensors)
-        with tf.device(self.devices[rank]):
-            packed = pack(tensors)
-            [total] = self._sums([packed], rank, label, wire_dtype)
-            return unpack(total, tensors)
-
-    def totals_at_leader(
-        self, tensors: Tensors, rank: int, call: int, label: str, wire_dtype: str | None
-    ) -> list[tf.Tensor]:
-        if self._over_nccl or not _are_large(tensors):
-            return super().totals_at_leader(tensors, rank, call, label, wire_dtype)
-        totals = self.sums_at_leader(tensors, rank, call)
-        if rank != LEADER:
-            return totals
-        with tf.device(self.devices[LEADER]):
-            # TensorFlow's ring waits for new memory on large buffers: measured on CPUs.
-            elements = [total.shape.num_elements() for total in totals]
-            plan = plan_chunks(elements, CHUNK_BYTES // totals[0].dtype.size)
-            sums = self._sums(cut_chunks(totals, plan), LEADER, label, wire_dtype)
-            return join_chunks(sums, plan, totals)
-
-    def _sums(
+    def sums(
         self, buffers: Tensors, rank: int, label: str, wire_dtype: str | None
     ) -> list[tf.Tensor]:
         """The sums of flat buffers over the group, with one launch each."""
@@ -171,18 +191,18 @@ class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
         dtype = tf.as_dtype(small) if small else buffers[0].dtype
         dtype = collective_sum_dtype(dtype, self.devices[0], over_nccl=self._over_nccl)
         wires = [tf.cast(buffer, dtype) for buffer in buffers]
-        number = self._begin(wires, label) if rank == LEADER else None
+        number = self._begin(wires, label) if rank == FIRST else None
         sums = []
         for buffer, wire in zip(buffers, wires, strict=True):
             total = tf.raw_ops.CollectiveReduceV2(
                 input=wire,
                 merge_op="Add",
                 final_op="Id",
-                group_size=self.replicas if self._over_nccl else self.link.workers,
+                group_size=self._members,
                 group_key=self._group_key,
                 instance_key=self._next_key(wire, rank),
                 ordering_token=[self._tokens[rank].handle],
-                communication_hint=self._hint,
+                communication_hint=self.hint,
                 timeout_seconds=0.0,  # see ExchangeWatch
             )
             # Unordered, so that all are in flight at once. But NCCL deadlocks where
@@ -190,7 +210,7 @@ class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
             # only within a process: there each replica's token keeps its launches in
             # trace order.
             if not self._over_nccl:
-                names.run_independently(total.op)
+                run_independently(total.op)
             sums.append(tf.cast(total, buffer.dtype))
         return sums if number is None else self._end(number, sums)
 
@@ -208,12 +228,12 @@ class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
         sent = 2 * sum(ring_bytes(wire, place, hosts) or 0 for wire in wires)
 
         def begin() -> np.ndarray:
-            self._sent_bytes += sent
+            self.sent_bytes += sent
             return np.int64(self._watch.begin(label))
 
         with tf.control_dependencies(wires), tf.device("CPU:0"):
             number = tf.numpy_function(counted(begin), [], tf.int64, stateful=True)
-        names.run_independently(number.op)
+        run_independently(number.op)
         return number
 
     def _end(self, number: tf.Tensor, sums: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -223,7 +243,7 @@ class TensorFlowAcrossHostsEngine(AcrossHostsEngine):
 
         with tf.control_dependencies(sums), tf.device("CPU:0"):
             ended = tf.numpy_function(counted(end), [number], tf.int64, stateful=True)
-        names.run_independently(ended.op)
+        run_independently(ended.op)
         with tf.control_dependencies([ended]):
             return [tf.identity(total) for total in sums]
 
@@ -379,7 +399,7 @@ def try_collectives(
                     timeout_seconds=trial_seconds,
                 )
             # Otherwise one replica's would wait for the next one's.
-            names.run_independently(total.op)
+            run_independently(total.op)
             totals.append(total)
         return totals
 

@@ -1,0 +1,231 @@
+"""Two levels: the replicas of a host by one transport, the hosts by another.
+
+Within a host its first replica adds the others' tensors, exchanges a whole bucket with
+the first replicas of other hosts, and shares the results.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import tensorflow as tf
+
+from tfdp.exchange.in_process import InProcess
+from tfdp.exchange.late_exchange import AsyncExchange
+from tfdp.exchange.over_link import OverLink
+from tfdp.exchange.packing import Layouts, Tensors, pad_shard, whole_from_shards
+from tfdp.exchange.transport import Transport
+from tfdp.plan.shards import ShardLayout
+from tfdp.plan.topology import Topology
+
+FIRST = 0
+
+
+class Levels(Transport):
+    """Moves tensors over the replicas of several hosts.
+
+    `inner` is of this host's replicas; `outer` is of the hosts, and only the first
+    replica of each calls it. With `shards_over_hosts` all replicas of all hosts share
+    the shards of a tensor; without, those of each host do, so that each has all shards.
+
+    Cost per host: that of both. For n bytes of gradients on H hosts 2 n (H - 1) / H
+    bytes cross, however many replicas a host has; with shards over the hosts half of
+    that for gradients, and the same half to gather n bytes of weights.
+    """
+
+    inner: InProcess
+    outer: OverLink
+
+    def __init__(
+        self, inner: InProcess, outer: OverLink, *, shards_over_hosts: bool = False
+    ):
+        super().__init__(inner.devices, Topology(outer.replicas, inner.replicas))
+        self.inner, self.outer = inner, outer
+        self.name, self.hint, self.wire_dtype = (
+            outer.name,
+            outer.hint,
+            outer.wire_dtype,
+        )
+        self.traffic, self.order = inner.traffic, inner.order
+        self.replicas = outer.replicas * inner.replicas
+        self.host_groups = (inner.topology.all_ranks,)
+        # Calls between hosts have no names: hosts pair them by their order.
+        inner.orders_runs = True
+        self.late: AsyncExchange = AsyncExchange(inner, outer)
+        self._shards_over_hosts = shards_over_hosts
+        if shards_over_hosts:
+            self.shard_parts = self.replicas
+            self.first_part = outer.first_part * inner.replicas
+        else:
+            self.holds_first_copy = outer.first_part == 0
+
+    @property
+    def bytes_between_hosts(self) -> int | None:
+        return self.outer.bytes_between_hosts
+
+    @property
+    def seconds_between_hosts(self) -> float | None:
+        return self.outer.seconds_between_hosts
+
+    @contextlib.contextmanager
+    def run(self) -> Iterator[None]:
+        with self.inner.run(), self.outer.run():
+            yield
+
+    def close(self) -> None:
+        """Called before the link is closed: waits for exchanges in flight."""
+        self.late.close()
+        self.outer.close()
+
+    def all_reduce(
+        self, tensors: Tensors, rank: int, label: str, wire_dtype: str | None = None
+    ) -> list[tf.Tensor]:
+        sums = self.inner.reduce(tensors, rank)
+        if rank == FIRST:
+            sums = self.sum_of_hosts(sums, label, wire_dtype)
+        return self.inner.broadcast(sums, rank)
+
+    def sum_of_hosts(
+        self, tensors: Tensors, label: str, wire_dtype: str | None
+    ) -> list[tf.Tensor]:
+        """The sums of what the first replica of each host passes."""
+        return self.outer.all_reduce(tensors, FIRST, label, wire_dtype)
+
+    def all_reduce_rows(
+        self,
+        slices: tf.IndexedSlices,
+        rank: int,
+        label: str,
+        *,
+        summed: bool = False,
+        wire_dtype: str | None = None,
+    ) -> tf.IndexedSlices:
+        """See `Transport`. One set of rows per host crosses."""
+        key, here = self.inner.begin(rank), self.inner.topology.all_ranks
+        rows = self.inner.hand.rows_at(
+            slices, rank, FIRST, here, f"{key}/within", summed=summed
+        )
+        if rank == FIRST:
+            rows = self.outer.all_reduce_rows(
+                rows, FIRST, label, summed=summed, wire_dtype=wire_dtype
+            )
+        return self.inner.hand.share_rows(rows, rank, FIRST, here, f"{key}/down")
+
+    def reduce_scatter(
+        self, tensors: Tensors, layouts: Layouts, rank: int, label: str
+    ) -> list[tf.Tensor]:
+        key = self.inner.begin(rank, "reduce-scatter", tensors)
+        own: Sequence[tf.Tensor | None] = [None] * len(tensors)
+        sums = self.inner.reduce(tensors, rank)
+        if rank == FIRST and self._shards_over_hosts:
+            own = self.outer.reduce_scatter(sums, self._of_hosts(layouts), FIRST, label)
+        elif rank == FIRST:
+            # Every host has all shards, so every host needs the whole sum; only its
+            # distribution within the host is cheaper.
+            own = self.sum_of_hosts(sums, label, self.wire_dtype)
+        return [
+            self._hand_out(ours, tensor.dtype, layout, rank, f"{key}/{place}/down")
+            for place, (ours, tensor, layout) in enumerate(
+                zip(own, tensors, layouts, strict=True)
+            )
+        ]
+
+    def _hand_out(
+        self,
+        ours: tf.Tensor | None,
+        dtype: tf.DType,
+        layout: ShardLayout,
+        rank: int,
+        key: str,
+    ) -> tf.Tensor:
+        """Each replica's shard of what the first replica has: all of this host's."""
+        part = self.first_part + rank
+        if ours is not None:
+            begin, _ = layout.bounds(self.first_part)
+            with tf.device(self.devices[rank]):
+                flat = tf.reshape(ours, [-1])
+            for peer in self.inner.topology.all_ranks[::-1]:
+                start, stop = layout.bounds(self.first_part + peer)
+                with tf.device(self.devices[rank]):
+                    own = flat[start - begin : stop - begin]
+                if peer != FIRST and start < stop:
+                    self.inner.hand.send(own, FIRST, peer, key)
+        elif layout.length(part):
+            like = tf.TensorSpec([layout.length(part)], dtype)
+            own = self.inner.hand.receive(like, FIRST, rank, key)
+        else:
+            with tf.device(self.devices[rank]):
+                own = tf.zeros([0], dtype)
+        with tf.device(self.devices[rank]):
+            return pad_shard(own, layout, part)
+
+    def all_gather(
+        self, shards: Tensors, layouts: Layouts, rank: int, label: str
+    ) -> list[tf.Tensor]:
+        if not self._shards_over_hosts:
+            return self.inner.all_gather(shards, layouts, rank, label)
+        key = self.inner.begin(rank)
+        ranges = [
+            self._range_at_first(shard, layout, rank, f"{key}/{place}/up")
+            for place, (shard, layout) in enumerate(zip(shards, layouts, strict=True))
+        ]
+        wholes: Sequence[tf.Tensor | tf.TensorSpec] = [
+            tf.TensorSpec(layout.shape, shard.dtype)
+            for shard, layout in zip(shards, layouts, strict=True)
+        ]
+        if rank == FIRST:
+            of_hosts = self._of_hosts(layouts)
+            wholes = self.outer.all_gather(ranges, of_hosts, FIRST, label)
+        return self.inner.broadcast(wholes, rank)
+
+    def _range_at_first(
+        self, shard: tf.Tensor, layout: ShardLayout, rank: int, key: str
+    ) -> tf.Tensor:
+        """This host's shards at its first replica; elsewhere the replica's own."""
+        lengths = self._lengths(layout)
+        with tf.device(self.devices[rank]):
+            own = shard[: lengths[rank]]
+        if rank != FIRST:
+            if lengths[rank]:
+                self.inner.hand.send(own, rank, FIRST, key)
+            return own
+        parts = [own]
+        for peer, length in enumerate(lengths):
+            if peer != FIRST and length:
+                like = tf.TensorSpec([length], shard.dtype)
+                parts.append(self.inner.hand.receive(like, peer, FIRST, key))
+        with tf.device(self.devices[rank]):
+            return tf.concat(parts, axis=0) if len(parts) > 1 else own
+
+    def join_shards(
+        self, shards: Tensors, layout: ShardLayout, label: str
+    ) -> tf.Tensor:
+        """The whole tensor, in cross-replica context, from this process's shards."""
+        if not self._shards_over_hosts:
+            return whole_from_shards(shards, layout)
+        lengths = self._lengths(layout)
+        with tf.device(self.devices[FIRST]):
+            own = [shard[:n] for shard, n in zip(shards, lengths, strict=True)]
+            ours = tf.concat(own, axis=0)
+        [whole] = self.outer.all_gather([ours], self._of_hosts([layout]), FIRST, label)
+        return whole
+
+    def _of_hosts(self, layouts: Layouts) -> list[ShardLayout]:
+        return [layout.of_hosts(self.inner.replicas) for layout in layouts]
+
+    def _lengths(self, layout: ShardLayout) -> list[int]:
+        """The elements of each of this host's shards, without padding."""
+        parts = range(self.first_part, self.first_part + self.inner.replicas)
+        return list(map(layout.length, parts))
+
+    def gather(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
+        local = self.inner.gather(tensor, rank)
+        like = tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype)
+        whole = self.outer.gather(local, FIRST) if rank == FIRST else like
+        return self.inner.broadcast([whole], rank)[0]
+
+    def broadcast(self, tensors: Tensors, rank: int) -> list[tf.Tensor]:
+        if rank == FIRST:
+            tensors = self.outer.broadcast(tensors, FIRST)
+        return self.inner.broadcast(tensors, rank)

@@ -1,0 +1,445 @@
+"""Who waits for whom: the order of exchanges while a graph is built and when it runs.
+
+TensorFlow runs an operation as soon as its inputs exist, and chains stateful operations
+of all devices in program order: one replica's exchange would wait for another's. Three
+orders take the place of that:
+
+- `ReplicaOrder`: which exchanges of the replicas of this process belong together.
+- `ReplicaTokens`: conditionals and functions wait for those of their own replica only.
+- `LinkCalls`: exchanges with other hosts run one after the other, in one order on all.
+
+`run_independently` exempts an operation from TensorFlow's own order. An operation in an
+exchange is exempt, except for launches of NCCL between hosts.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp._private import names
+from tfdp._private.step_ops import graphs_called, run_behind
+from tfdp.errors import CollectiveError
+from tfdp.exchange.packing import Tensors
+from tfdp.hosts.async_exchanges import AsyncExchanges
+from tfdp.hosts.python_calls import counted
+from tfdp.lint.op_kinds import calls_python, is_call, is_control_flow
+
+run_independently = names.run_independently
+
+
+class ReplicaOrder:
+    """The exchanges of one `strategy.run`, which all replicas build in one order."""
+
+    def __init__(self, replicas: int):
+        #: The graph of the replica function under construction; None where a compiler
+        #: orders exchanges, in any graph.
+        self.run_graph: tf.Graph | None = None
+        #: The branches of `tf.cond` recorded in this run, each with its replica's rank.
+        #: All replicas must take the same branch of each.
+        self.branches: list[tuple[int, tf.Graph]] = []
+        self._numbers = CallNumbers(replicas)
+
+    def begin_run(self) -> None:
+        """Starts the tracing of one `strategy.run`: aligns all replicas' counts."""
+        self.run_graph = tf.compat.v1.get_default_graph()
+        self.branches = []
+        self._numbers.begin_run()
+
+    def next(self, rank: int, what: str = "", tensors: Tensors = ()) -> int:
+        """The number of this exchange, equal on all replicas; see `CallNumbers.next`.
+
+        Raises `CollectiveError` inside a `tf.while_loop` of the replica function, or a
+        function that XLA compiles.
+        """
+        if names.in_compiled_function():
+            raise CollectiveError(
+                "An exchange between replicas was built inside a function compiled by "
+                "XLA (jit_compile=True), where it cannot run. Masked or weighted mean "
+                "losses, synchronized batch normalization, train_on_batch and a "
+                "train_step of your own need one there: compile with "
+                "jit_compile=False, or keep the exchange outside the compiled "
+                "function."
+            )
+        if any(map(names.is_loop_graph, names.graphs_inside(self.run_graph))):
+            raise CollectiveError(
+                "An exchange between replicas (gradients, all_reduce, synchronized "
+                "batch normalization) was built inside a tf.while_loop of the "
+                "replica function. Each replica would run its own loop and wait "
+                "for the others forever. Unroll the loop in Python, put it around "
+                "strategy.run (steps_per_execution does), or do the exchange after it."
+            )
+        self.note_branches(rank)
+        return self._numbers.next(rank, what, tensors)
+
+    def note_branches(self, rank: int) -> None:
+        """Records the conditionals under construction. Exchanges record their own."""
+        if self.run_graph is not None:
+            inner = names.graphs_inside(self.run_graph)
+            self.branches += [(rank, g) for g in inner if names.is_branch_graph(g)]
+
+
+class CallNumbers:
+    """Counts the exchanges of this process's replicas, in order or by name."""
+
+    def __init__(self, replicas: int):
+        self._counts = [0] * replicas
+        # The number of an exchange by its name and how often that occurred before.
+        self._named: dict[tuple[str, int], int] = {}
+        self._named_so_far = 0
+        self._names_used: collections.Counter[tuple[str, int]] = collections.Counter()
+        #: By number: the first replica that reached it, and its exchange.
+        self._first: dict[int, tuple[int, str]] = {}
+
+    def begin_run(self) -> None:
+        """Aligns all replicas' counts.
+
+        A trace that failed half-way has left some ahead of others; without this every
+        later exchange would wait for a partner that never comes.
+        """
+        self._counts = [max(self._counts)] * len(self._counts)
+        # Numbers go on: one graph may hold several runs.
+        self._named.clear()
+        self._names_used.clear()
+        self._first.clear()
+
+    def next(self, rank: int, what: str = "", tensors: Tensors = ()) -> int:
+        """The number of this exchange; negative for a named one.
+
+        `tensors` have equal shapes on all replicas. Raises `CollectiveError` where
+        `what` or shapes differ from those of another replica; "": they may differ.
+        """
+        name = current_exchange_name()
+        if name is None:
+            number = self._counts[rank]
+            self._counts[rank] += 1
+        else:
+            number = self._number_of(name, rank)
+        if what and all(tensor.shape.is_fully_defined() for tensor in tensors):
+            shapes = ", ".join(f"{t.dtype.name} {t.shape}" for t in tensors)
+            self._check_identical(number, rank, f"{what} of {shapes}")
+        return number
+
+    def _number_of(self, name: str, rank: int) -> int:
+        before = self._names_used[name, rank]
+        self._names_used[name, rank] += 1
+        if (name, before) not in self._named:
+            self._named_so_far += 1
+            self._named[name, before] = -self._named_so_far
+        return self._named[name, before]
+
+    def _check_identical(self, number: int, rank: int, what: str) -> None:
+        first, of_first = self._first.setdefault(number, (rank, what))
+        if of_first != what:
+            raise CollectiveError(
+                f"Replicas {first} and {rank} would exchange different tensors: "
+                f"{first} comes with the {of_first}, {rank} with the {what}. They must "
+                "come to their exchanges (gradients, all_reduce, synchronized batch "
+                "normalization) in the same order. Look for code that only some "
+                "replicas run; and gradients of a model's own all_reduce in two "
+                "branches may come in another order on each replica: call one "
+                "all_reduce for both."
+            )
+
+
+# Exchanges of a forward pass are built in program order, the same on all replicas. A
+# tape orders gradients by how many operations lie between, which differs on a replica
+# that adds. So an exchange of a backward pass is matched by the name of the exchange
+# that it differentiates.
+_local = threading.local()
+
+
+@contextlib.contextmanager
+def exchanges_of(name: str) -> Iterator[None]:
+    """Within the context, replicas match exchanges by `name`, not by their order.
+
+    The name is the same on all replicas; several exchanges of one name are counted. "":
+    by order.
+    """
+    before = current_exchange_name()
+    _local.name = name
+    try:
+        yield
+    finally:
+        _local.name = before
+
+
+def current_exchange_name() -> str | None:
+    """The name that the calling replica's next exchange gets; None: by order."""
+    return getattr(_local, "name", None) or None
+
+
+class ReplicaTokens:
+    """A resource of each replica of this process, which orders what uses it.
+
+    A conditional that contains exchanges must use a resource of its replica: TensorFlow
+    would chain the conditionals of two replicas, and they would wait for each other.
+    """
+
+    def __init__(self, devices: Sequence[str]):
+        self._devices = tuple(devices)
+        self._tokens = [names.make_token(device) for device in self._devices]
+        self._run_token = names.make_token(self._devices[0])
+        self._run_graph: tf.Graph | None = None
+        self._touched: dict[tuple[int, int], tf.Graph] = {}
+        self._received: list[tf.Operation] = []
+
+    def begin_run(self) -> None:
+        """Called before the replicas of a `strategy.run` are traced in this graph."""
+        self._run_graph = tf.compat.v1.get_default_graph()
+        self._touched, self._received = {}, []
+
+    def end_run(self, *, always: bool = False) -> None:
+        """Orders calls of functions that contain this run; called when it is traced.
+
+        A function called twice in a step uses each rendezvous name twice, so that one
+        call could receive what the other sent. The function writes to a resource after
+        all receives, so that TensorFlow orders the calls. A run without receives needs
+        no order, except with `always`.
+        """
+        if not (always or self._received) or names.in_compiled_function():
+            return
+        with tf.device(self._devices[0]), tf.control_dependencies(self._received):
+            tf.raw_ops.AssignVariableOp(resource=self._run_token.handle, value=0.0)
+
+    def pin_to_replica(self, rank: int) -> None:
+        """Makes an inner graph use a resource of this replica, once."""
+        graph = tf.compat.v1.get_default_graph()
+        if graph is self._run_graph or (rank, id(graph)) in self._touched:
+            return
+        self._touched[rank, id(graph)] = graph  # kept, so that its id stays unique
+        self._use(rank)
+
+    def end_behind(self, received: tf.Operation, rank: int) -> None:
+        """Makes the function that contains `received` end after it.
+
+        Both calls of a function use the same names, and a receive waits for nothing:
+        the second call would take the first one's tensors.
+        """
+        if tf.compat.v1.get_default_graph() is self._run_graph:
+            self._received.append(received)
+        else:
+            with tf.control_dependencies([received]):
+                self._use(rank)
+
+    def _use(self, rank: int) -> None:
+        with tf.device(self._devices[rank]):
+            tf.raw_ops.VarIsInitializedOp(resource=self._tokens[rank].handle)
+
+
+#: The names of their ops.
+LINK_CALL = "tfdp_link_call"
+LINK_BEGIN = "tfdp_link_begin"
+
+#: A call passes it to the next one, to order them.
+TOKEN = np.uint8(0)
+
+#: By graph, an operation's name: the operation itself would keep the graph alive.
+LastOps: TypeAlias = "weakref.WeakKeyDictionary[tf.Graph, str]"
+
+
+class LinkCalls:
+    """Callbacks that run one after the other, in the order in which they are built.
+
+    Every host builds the same ones in the same order, which pairs their exchanges. A
+    call in a conditional or a loop runs after those built before it and before those
+    built after it. TensorFlow orders the iterations of a loop.
+
+    Each call passes the next one a token. TensorFlow's optimizer would remove a control
+    dependency where the data implies the same order, and may find later that there is
+    nothing to compute in between (the share of a host without rows is always 0).
+    """
+
+    def __init__(self) -> None:
+        self._last_graph: Callable[[], tf.Graph | None] = lambda: None
+        #: By graph under construction, the last op that ends an exchange, and the last
+        #: that begins one: a begin need not wait for a pending end.
+        self._last_ends: LastOps = weakref.WeakKeyDictionary()
+        self._last_begins: LastOps = weakref.WeakKeyDictionary()
+        self._ahead: weakref.WeakKeyDictionary[tf.Graph, int] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._begun = AsyncExchanges()
+
+    def close(self) -> None:
+        """Waits for exchanges that other hosts wait for, too."""
+        self._begun.close()
+
+    def call(
+        self,
+        function: Callable[..., list],
+        tensors: Tensors,
+        specs: Sequence[tf.TensorSpec],
+    ) -> list[tf.Tensor]:
+        """`function` of the tensors' arrays, as tensors that match `specs`."""
+        if tf.executing_eagerly():
+            return [tf.constant(r) for r in function(*(t.numpy() for t in tensors))]
+        graph = tf.compat.v1.get_default_graph()
+        results = self._op(function, tensors, specs, LINK_CALL, self._last_ends)
+        self._last_graph = weakref.ref(graph)
+        self._last_ends[graph] = self._last_begins[graph] = results[0].op.name
+        return _with_static_shapes(results, specs)
+
+    def call_ahead(
+        self,
+        function: Callable[..., list],
+        tensors: Tensors,
+        specs: Sequence[tf.TensorSpec],
+        channels: Sequence[str],
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """`call`, except that consecutive calls of this kind begin at once.
+
+        Up to `len(channels)` are in flight, in the channels' threads; `function` gets
+        its channel as well. So the network is busy while one of them ends. `channels`
+        are the same on all hosts. Also returns a tensor that exists after the start.
+        """
+        if tf.executing_eagerly():
+            results = self.call(
+                lambda *arrays: function(channels[0], *arrays), tensors, specs
+            )
+            return results, tf.constant(0, tf.int64)
+        graph = tf.compat.v1.get_default_graph()
+        # By the graph's own count: hosts may have traced other graphs before.
+        turn = self._ahead.get(graph, 0)
+        self._ahead[graph] = turn + 1
+        channel = channels[turn % len(channels)]
+
+        def begin(*arrays: np.ndarray) -> list[np.ndarray]:
+            # Each array shares its tensor's memory, which is read-only until `take`.
+            ticket = self._begun.begin(channel, lambda: function(channel, *arrays))
+            return [np.array(ticket)]
+
+        def take(*arrays: np.ndarray) -> list[np.ndarray]:
+            return list(self._begun.take(int(arrays[-1])))
+
+        number = [tf.TensorSpec([], tf.int64)]
+        (ticket,) = self._op(begin, tensors, number, LINK_BEGIN, self._last_begins)
+        # The tensors are inputs because they are in use until then.
+        results = self._op(take, [*tensors, ticket], specs, LINK_CALL, self._last_ends)
+        self._last_graph = weakref.ref(graph)
+        self._last_begins[graph] = ticket.op.name
+        self._last_ends[graph] = results[0].op.name
+        return _with_static_shapes(results, specs), ticket
+
+    def end_run(self) -> None:
+        """Orders functions that the replicas call, when the replicas are built.
+
+        Such a `tf.function` may come from an earlier trace and be called again: it
+        contains no token of the graph around it.
+        """
+        known: dict[int, bool] = {}
+        since: list[tf.Operation] = []  # the last such function, and what follows it
+        for op in tf.compat.v1.get_default_graph().get_operations():
+            if not _is_call_of_link(op) and not _holds_calls(op, known):
+                continue
+            if is_call(op):
+                run_behind(op, since)
+                since.clear()
+            elif since and is_call(since[0]):
+                run_behind(op, since[:1])
+            since.append(op)
+
+    def _op(
+        self,
+        function: Callable[..., list],
+        tensors: Tensors,
+        specs: Sequence[tf.TensorSpec],
+        name: str,
+        last_ops: LastOps,
+    ) -> list[tf.Tensor]:
+        # Stateful, so that TensorFlow neither drops a call nor merges two. But it would
+        # also chain them with all other stateful ops, such as those of other replicas,
+        # which wait for this call: so they are marked independent.
+        graph = tf.compat.v1.get_default_graph()
+        tokens, others = self._before(graph, last_ops)
+        count = len(tensors)  # capturing the tensors would keep the graph alive
+
+        @functools.wraps(function)
+        def call(*arrays: np.ndarray) -> list:
+            return [*function(*arrays[:count]), TOKEN]  # the rest are tokens
+
+        with tf.control_dependencies(others):
+            *results, token = tf.numpy_function(
+                counted(call),
+                [*tensors, *tokens],
+                [*(spec.dtype for spec in specs), TOKEN.dtype],
+                stateful=True,
+                name=name,
+            )
+        token.set_shape([])
+        names.run_independently(token.op)
+        return results
+
+    def _before(
+        self, graph: tf.Graph, last_ops: LastOps
+    ) -> tuple[list[tf.Tensor], list[tf.Operation]]:
+        """The tokens and operations that a call built in `graph` now waits for.
+
+        A conditional or a loop captures the token of the graph around it.
+        """
+        tokens = _token_of(graph, last_ops)
+        others: list[tf.Operation] = []
+        if self._last_graph() is not graph:
+            others += _control_flow_in(graph)
+        # The first call in a conditional or a loop, which waits for what ended before.
+        while not tokens and (
+            names.is_branch_graph(graph) or names.is_loop_graph(graph)
+        ):
+            graph = graph.outer_graph
+            tokens = _token_of(graph, self._last_ends)
+            others += _control_flow_in(graph)
+        return tokens, others
+
+
+def _token_of(graph: tf.Graph, last_ops: LastOps) -> list[tf.Tensor]:
+    """The token of the last of these ops in `graph`, if any."""
+    last = last_ops.get(graph)
+    if last is None:
+        return []
+    # A gradient tape does not follow integers through a separate op such as identity.
+    # Passed directly, a token would connect the gathers of weights on the tape of the
+    # calling replica, and on no other: gradients of parallel branches would then come
+    # in another order than on the other replicas.
+    return [tf.identity(graph.get_operation_by_name(last).outputs[-1])]
+
+
+def _is_call_of_link(op: tf.Operation) -> bool:
+    return calls_python(op) and (LINK_CALL in op.name or LINK_BEGIN in op.name)
+
+
+def _holds_calls(op: tf.Operation, known: dict[int, bool]) -> bool:
+    """Whether `op` calls functions that contain calls; `known` caches by graph id."""
+    for graph in graphs_called(op):
+        if id(graph) not in known:
+            known[id(graph)] = any(
+                _is_call_of_link(one) or _holds_calls(one, known)
+                for one in graph.get_operations()
+            )
+        if known[id(graph)]:
+            return True
+    return False
+
+
+def _with_static_shapes(
+    results: Tensors, specs: Sequence[tf.TensorSpec]
+) -> list[tf.Tensor]:
+    # See SendReceive.receive: all replicas must have the same static shapes.
+    return [
+        tf.ensure_shape(result, spec.shape)
+        for result, spec in zip(results, specs, strict=True)
+    ]
+
+
+def _control_flow_in(graph: tf.Graph) -> list[tf.Operation]:
+    """Ops that may contain the call before this one: an accumulating optimizer's
+    reduction, or a loop of steps. Nothing else orders a call after them, and hosts
+    would make the two in different orders."""
+    return [op for op in graph.get_operations() if is_control_flow(op)]

@@ -1,0 +1,183 @@
+"""`Transport`: the one interface of everything that moves tensors between replicas."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.errors import CollectiveError
+from tfdp.exchange.ordering import ReplicaOrder
+from tfdp.exchange.packing import Layouts, Tensors
+from tfdp.exchange.sparse import join_rows, merge_rows
+from tfdp.exchange.traffic import TrafficCount
+from tfdp.plan.topology import Topology
+
+# TensorFlow's names of collective implementations -> readable ones.
+HINT_LABELS = {"nccl": "NCCL", "ring": "TensorFlow's ring"}
+
+# Group keys are unique in the process, and equal on all hosts, which make their
+# strategies in the same order. Stock strategies count from 1; keep well away.
+_group_keys = itertools.count(1_000_000)
+
+
+def next_group_key() -> int:
+    """A group key that is unused in this process."""
+    return next(_group_keys)
+
+
+class Transport(abc.ABC):
+    """Moves tensors between the replicas of a topology.
+
+    Every replica calls each method once, in the same order, in replica context, while a
+    graph is built; `order` matches the calls that belong together. `devices` has a full
+    name per replica of this process. On a TPU, where one program runs on all cores, a
+    `rank` is a tensor. `label` names an exchange in errors.
+    """
+
+    #: The name that `Communication(engine=...)` and `tfdp info` use.
+    name: str = ""
+    #: Whether the tensors of a bucket travel in one exchange.
+    reduces_buckets: bool = True
+    #: Whether a compiler orders the exchanges, and needs static sizes.
+    is_compiled: bool = False
+    #: The float type in which gradients may travel; None: their own.
+    wire_dtype: str | None = None
+    #: An `AsyncExchange`: sums between hosts that steps do not wait for; None: none.
+    late: Any = None
+    #: The shard of this process's first replica.
+    first_part: int = 0
+    #: Whether this process holds the first of several copies of its shards.
+    holds_first_copy: bool = True
+    #: The transports within each host (an `InProcess`), and between hosts, which the
+    #: first replica of each host calls; None: no levels.
+    inner: Any = None
+    outer: Any = None
+    #: The replicas of this process, host by host; None: one host, or no `inner`.
+    host_groups: tuple[tuple[int, ...], ...] | None = None
+    #: Which implementation TensorFlow's collectives use; "": they are not used.
+    hint: str = ""
+
+    def __init__(self, devices: Sequence[str], topology: Topology):
+        self.devices = tuple(devices)
+        self.topology = topology
+        #: The number of replicas, on all hosts; and of shards of a tensor.
+        self.replicas = self.shard_parts = len(self.devices)
+        self.traffic = TrafficCount(len(self.devices))
+        self.order = ReplicaOrder(len(self.devices))
+
+    @property
+    def in_words(self) -> str:
+        """The name, and which of TensorFlow's collectives it uses, if any."""
+        if not self.hint:
+            return self.name
+        return f"{self.name} ({HINT_LABELS.get(self.hint, self.hint)})"
+
+    @property
+    def bytes_between_hosts(self) -> int | None:
+        """The bytes that this process has sent to other hosts so far; None: unknown.
+
+        Simulated hosts are in one process: 0.
+        """
+        return 0
+
+    @property
+    def seconds_between_hosts(self) -> float | None:
+        """Seconds that steps of this process spent in exchanges with other hosts.
+
+        Includes waiting for them. None: unknown. Simulated hosts are in one process: 0.
+        """
+        return 0.0
+
+    @contextlib.contextmanager
+    def run(self) -> Iterator[None]:
+        """Within the context the replicas of one `strategy.run` are traced."""
+        self.order.begin_run()
+        self.traffic.begin()
+        yield
+
+    @abc.abstractmethod
+    def all_reduce(
+        self, tensors: Tensors, rank: Any, label: str, wire_dtype: str | None = None
+    ) -> list[tf.Tensor]:
+        """The sums of several tensors of one number type, of one shape on all replicas.
+
+        `wire_dtype`: the type of wider floats on their way; None: their own.
+        """
+
+    def all_reduce_rows(
+        self,
+        slices: tf.IndexedSlices,
+        rank: Any,
+        label: str,
+        *,
+        summed: bool = False,
+        wire_dtype: str | None = None,
+    ) -> tf.IndexedSlices:
+        """The sum over all replicas of any number of rows of a table, as rows.
+
+        Args:
+          summed: add rows of equal index before and after they travel, so that each
+            index is returned once. False: all rows, in rank order.
+          wire_dtype: the type of float values between hosts; None: their own.
+
+        Cost: (N - 1) times the bytes of values and indices per replica, in two
+        exchanges of one level: replicas that forward rows cannot add them.
+        """
+        if summed:
+            slices = merge_rows(slices)
+        gathered = tf.IndexedSlices(
+            values=self.gather(slices.values, rank),
+            indices=self.gather(slices.indices, rank),
+            dense_shape=slices.dense_shape,
+        )
+        return join_rows([gathered], summed=summed)
+
+    @abc.abstractmethod
+    def reduce_scatter(
+        self, tensors: Tensors, layouts: Layouts, rank: Any, label: str
+    ) -> list[tf.Tensor]:
+        """This replica's shards of the sums of several whole tensors of one type.
+
+        `layouts` cut each into `shard_parts` parts. Shards are flat and padded.
+        """
+
+    @abc.abstractmethod
+    def all_gather(
+        self, shards: Tensors, layouts: Layouts, rank: Any, label: str
+    ) -> list[tf.Tensor]:
+        """The whole tensors, on all replicas, from all flat, padded shards."""
+
+    @abc.abstractmethod
+    def gather(self, tensor: tf.Tensor, rank: Any) -> tf.Tensor:
+        """All replicas' tensors, joined along the first axis in rank order.
+
+        Tensors have an axis at least; its length may differ between replicas.
+        """
+
+    def start(
+        self, tensor: tf.Tensor, rank: int, label: str
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """All replicas' int32 tensors of one shape, as [replicas, ...].
+
+        Unknown sizes may differ from step to step. Also returns a tensor that exists
+        once the exchange is in flight: the next one may then start.
+        """
+        whole = self.gather(tensor[None], rank)
+        return tf.ensure_shape(whole, [self.replicas, *tensor.shape]), tensor
+
+    def all_to_all(self, rows: tf.Tensor, rank: int, label: str) -> tf.Tensor:
+        """Sends row i to replica i; returns the received rows, by sender.
+
+        `rows` are int32 [replicas, ...] of one static shape on all replicas. Raises
+        `CollectiveError` where a transport has no all-to-all.
+        """
+        raise CollectiveError(f"The engine {self.name!r} has no all-to-all.")
+
+    @abc.abstractmethod
+    def broadcast(self, tensors: Tensors, rank: Any) -> list[tf.Tensor]:
+        """The tensors of the first replica, on all; all pass equal shapes and types."""
