@@ -240,6 +240,8 @@ class Step:
 
     def share_in_group(self, rank: Any) -> tf.Tensor:
         """n_r / N_g: the replica's fraction of its group's samples."""
+        if self.groups is None:
+            return self.share_of(rank)
         if self.is_even:
             return tf.constant(self.even_share)
         return tf.math.divide_no_nan(
