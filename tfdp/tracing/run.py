@@ -130,8 +130,8 @@ class ReplicaRun:
     sent_momentum: set[int] = field(default_factory=set)
     #: Skips steps that are not finite (`tfdp.chain.finite_guard`), or None.
     guard: Any = None
-    #: Probes that record the norms of gradients (`tfdp.chain.norms`).
-    probes: list[Any] = field(default_factory=list)
+    #: The stages that callbacks have attached to the steps of the model.
+    stages: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.shares = _SharesByTrace(self)
