@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfdp.chain.table_rows import as_requested
+from tfdp.exchange.packing import Tensors
 from tfdp.tracing.run import ReplicaRun
 from tfdp.tracing.trace_order import describe_sum
 
@@ -19,13 +19,7 @@ class EagerTransport:
         self._order = run.eager_order
 
     def sum_gradients(
-        self,
-        gradients: Sequence[Any],
-        riders: Sequence[tf.Tensor],
-        rank: Any,
-        *,
-        sum_rows: bool,
-        at_once: bool,
+        self, gradients: Tensors, riders: Tensors, rank: Any, **options: bool
     ) -> tuple[list[Any], list[tf.Tensor]]:
         values = [*gradients, *riders]
         self._order.meet(rank, describe_sum(values))

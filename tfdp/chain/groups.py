@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp.chain.reduction import Reduction, Stage
+from tfdp.exchange.packing import Tensors
 from tfdp.exchange.reducer import Reducer
 from tfdp.variables.local_view import LocalView
 
@@ -24,13 +25,7 @@ class WithinGroup:
         self._reducer = reducer
 
     def sum_gradients(
-        self,
-        gradients: Sequence[Any],
-        riders: Sequence[tf.Tensor],
-        rank: Any,
-        *,
-        sum_rows: bool,
-        at_once: bool,
+        self, gradients: Tensors, riders: Tensors, rank: Any, **options: bool
     ) -> tuple[list[Any], list[tf.Tensor]]:
         totals = [self._reducer.sum_within(rider, rank) for rider in riders]
         return [self._reducer.sum_within(g, rank) for g in gradients], totals
@@ -43,13 +38,7 @@ class Exact:
         self._reducer = reducer
 
     def sum_gradients(
-        self,
-        gradients: Sequence[Any],
-        riders: Sequence[tf.Tensor],
-        rank: Any,
-        *,
-        sum_rows: bool,
-        at_once: bool,
+        self, gradients: Tensors, riders: Tensors, rank: Any, **options: bool
     ) -> tuple[list[Any], list[tf.Tensor]]:
         sums = self._reducer.all_reduce([*gradients, *riders], rank, mean=False)
         return sums[: len(gradients)], sums[len(gradients) :]

@@ -85,6 +85,11 @@ class Stage:
     """A feature that takes part in a reduction, or in the update that follows. All
     replicas have the same stages, so that a stage may exchange by itself."""
 
+    def is_about(self, variables: Sequence[Any]) -> bool:
+        """Whether a stage that a callback attached belongs to the optimizer of these:
+        optimizers of a model may update different variables."""
+        return True
+
     def before(self, reduction: Reduction) -> None:
         """Called with the replica's own gradients."""
 
@@ -94,6 +99,11 @@ class Stage:
     def around(self, reduction: Reduction, update: Callable[[], Any]) -> None:
         """Makes the update from the sums, which calls the stages behind this one."""
         update()
+
+
+def attached_stages(reduction: Reduction) -> list[Stage]:
+    """The stages that callbacks have attached to the steps of the model."""
+    return [one for one in reduction.run.stages if one.is_about(reduction.variables)]
 
 
 def reduce(
@@ -122,11 +132,8 @@ def reduce(
 def update_through(
     reduction: Reduction, update: Callable[[], Any], chain: Sequence[Stage] = ()
 ) -> None:
-    """Makes the update within all stages, the innermost a guard that may skip it."""
-    guard = reduction.run.guard
-    if guard is not None and guard.is_about(reduction.variables):
-        chain = [*chain, guard]
-    for stage in reversed(chain):
+    """Makes the update within the stages of `chain`, and within those attached."""
+    for stage in reversed([*chain, *attached_stages(reduction)]):
         update = functools.partial(stage.around, reduction, update)
     update()
 

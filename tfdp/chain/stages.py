@@ -11,7 +11,13 @@ from typing import Any
 import tensorflow as tf
 from keras.optimizers import Optimizer
 
-from tfdp.chain.reduction import Reduction, Stage, Transport, reduce
+from tfdp.chain.reduction import (
+    Reduction,
+    Stage,
+    Transport,
+    attached_stages,
+    reduce,
+)
 from tfdp.errors import ConfigurationError
 from tfdp.sharding.variables import ShardUpdatedVariable, shard_kind
 from tfdp.tracing.run import ReplicaRun
@@ -68,8 +74,7 @@ def chain_of(reduction: Reduction) -> list[Stage]:
         from tfdp.chain.buffers import Buffers
 
         chain.append(Buffers(state))
-    # Optimizers of a model may update different variables.
-    chain += [probe for probe in run.probes if probe.is_about(reduction.variables)]
+    chain += attached_stages(reduction)
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     compressed = getattr(getattr(extended, "reducer", None), "compressed", None)
     if getattr(inner, "momentum_compression", None) is not None:

@@ -19,7 +19,7 @@ from tfdp._private.functions import (
     python_function_of,
 )
 from tfdp.chain.finite_guard import FiniteGuard
-from tfdp.chain.norms import NoiseProbe
+from tfdp.chain.reduction import Stage
 from tfdp.chain.shards import refuse_own_scaling
 from tfdp.chain.table_rows import read_in_place
 from tfdp.data.keras_input import with_none
@@ -123,8 +123,10 @@ class StepCall:
 
     def observe(self) -> None:
         """Attaches the model's callbacks that look into a training step."""
-        self.run.probes = self._observers_of(NoiseProbe)
-        for guard in self._observers_of(FiniteGuard)[-1:]:
+        stages = self._observers_of(Stage)
+        guards = [stage for stage in stages if isinstance(stage, FiniteGuard)]
+        self.run.stages = [stage for stage in stages if stage not in guards[:-1]]
+        for guard in guards[-1:]:
             self.run.guard = guard
             self.step = guard.around_step(self.step)
 

@@ -169,11 +169,8 @@ def _apply(
     if variables is not None and run.replicas > 1 and any(are_stored):
         gradients = maximize_stored_values(gradients, variables, run, optimizer)
     if facts.reduces_first:
-        places = [
-            place
-            for place, gradient in enumerate(gradients)
-            if gradient is not None and not are_stored[place]
-        ]
+        pairs = enumerate(zip(gradients, are_stored, strict=True))
+        places = [i for i, (one, stored) in pairs if one is not None and not stored]
         sent, targets = [gradients[i] for i in places], [built_with[i] for i in places]
         reduced = reduce_gradients(sent, run, rank, targets, optimizer)
         for place, gradient in zip(places, reduced, strict=True):

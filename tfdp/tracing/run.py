@@ -116,8 +116,8 @@ class Step:
     is_of_one: bool = False
     #: Skips steps that are not finite (`tfdp.chain.finite_guard`), or None.
     guard: Any = None
-    #: Probes that record the norms of gradients (`tfdp.chain.norms`).
-    probes: list[Any] = field(default_factory=list)
+    #: The stages that callbacks have attached to the steps of the model.
+    stages: list[Any] = field(default_factory=list)
     #: Checks that eager replicas take part in the same exchanges in the same order.
     eager_order: EagerOrder = field(default_factory=EagerOrder)
     #: Ids of optimizers that sent their momentum instead of gradients.
