@@ -118,7 +118,7 @@ def make_gradient_sums(
 
     from tfdp._private.names import current_rank
     from tfdp.chain.stages import reduce_gradients
-    from tfdp.tracing.run import ReplicaRun
+    from tfdp.tracing.run import Step
 
     with strategy.scope():
         weights = [keras.Variable(tf.zeros(shape)) for shape in shapes]
@@ -126,7 +126,7 @@ def make_gradient_sums(
         optimizer.build(weights)
 
     def sum_of(mine: list[tf.Tensor]) -> list[tf.Tensor]:
-        run = ReplicaRun(strategy.num_replicas_in_sync)
+        run = Step(strategy.num_replicas_in_sync)
         return reduce_gradients(mine, run, current_rank(), weights, optimizer)
 
     return sum_of

@@ -28,7 +28,7 @@ from tfdp.chain.table_rows import Rows
 from tfdp.compression.method import Exchanged, Method
 from tfdp.exchange.compressed import CompressedSums
 from tfdp.sharding.variables import ShardedVariable, ShardUpdatedVariable
-from tfdp.tracing.run import ReplicaRun
+from tfdp.tracing.run import Step
 
 # Each replica has other gradients: of a matrix and of a vector.
 GRADIENTS = [
@@ -42,7 +42,7 @@ SUMS = [sum(parts) for parts in zip(*GRADIENTS, strict=True)]
 
 
 def run_of(counts):
-    return ReplicaRun(len(counts), counts=counts, total=sum(counts))
+    return Step(len(counts), counts=counts, total=sum(counts))
 
 
 def reduced(make_chain, run=None, optimizer=None, gradients=GRADIENTS, given=None):

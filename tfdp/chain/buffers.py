@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfdp._private.names import graphs_inside, is_branch_graph, own_copy
 from tfdp.chain.reduction import Reduction, Stage
-from tfdp.tracing.run import ReplicaRun
+from tfdp.tracing.run import Step
 from tfdp.tracing.state_checks import handles_of, linear_sources
 
 
@@ -36,7 +36,7 @@ class Buffers(Stage):
         store_state(self._state, means, reduction.run, reduction.rank)
 
 
-def _stored_in_this_branch(state: list[Any], run: ReplicaRun, rank: Any) -> list[Any]:
+def _stored_in_this_branch(state: list[Any], run: Step, rank: Any) -> list[Any]:
     """`state` without what each step stores, if only a branch of each k-th step has an
     update: the state of other steps would be weighted by the rows of the last one."""
     if not run.synchronizes_at_end:
@@ -54,7 +54,7 @@ def _stored_in_this_branch(state: list[Any], run: ReplicaRun, rank: Any) -> list
     return [variable for variable in state if id(variable) not in outside]
 
 
-def weighted_state(state: Sequence[Any], run: ReplicaRun, rank: Any) -> list[tf.Tensor]:
+def weighted_state(state: Sequence[Any], run: Step, rank: Any) -> list[tf.Tensor]:
     """This replica's addends to means over samples; 0 if it has no sample."""
     shares = []
     for variable in state:
@@ -66,7 +66,7 @@ def weighted_state(state: Sequence[Any], run: ReplicaRun, rank: Any) -> list[tf.
 
 
 def store_state(
-    state: Sequence[Any], means: Sequence[tf.Tensor], run: ReplicaRun, rank: Any
+    state: Sequence[Any], means: Sequence[tf.Tensor], run: Step, rank: Any
 ) -> None:
     """Stores the means in the calling replica's copies; `assign` would reduce again."""
     for variable, value in zip(state, means, strict=True):

@@ -1,4 +1,4 @@
-"""The transport of eager replicas, which run one after the other."""
+"""The sums of eager replicas, which run one after the other."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import tensorflow as tf
 
 from tfdp.chain.table_rows import as_requested
 from tfdp.exchange.packing import Tensors
-from tfdp.tracing.run import ReplicaRun
+from tfdp.tracing.run import Step
 from tfdp.tracing.trace_order import describe_sum
 
 
-class EagerTransport:
+class EagerReducer:
     """Sums by TensorFlow's own means: each replica stops until all have come."""
 
-    def __init__(self, run: ReplicaRun):
+    def __init__(self, run: Step):
         self._order = run.eager_order
 
     def sum_gradients(

@@ -34,7 +34,7 @@ from tfdp.chain.reduction import Reduction, Stage, scale_when_summed
 from tfdp.exchange.compressed import are_finite
 from tfdp.exchange.reducer import Reducer
 from tfdp.tracing.rows import find_padded
-from tfdp.tracing.run import ReplicaRun, current_run
+from tfdp.tracing.run import Step, current_run
 from tfdp.variables.mirrored import is_seed_state
 
 
@@ -118,7 +118,7 @@ class FiniteGuard(Stage):
             notes.bad_loss.assign(notes.bad_loss.read_value() | is_bad)
 
     def may_update(
-        self, optimizer: Any, gradients: Sequence[Any], run: ReplicaRun, rank: int
+        self, optimizer: Any, gradients: Sequence[Any], run: Step, rank: int
     ) -> tf.Tensor:
         """Whether all is finite on all replicas that step together; equal on them."""
         notes = self.notes[rank]

@@ -19,7 +19,7 @@ from tfdp.variables.local_view import LocalView
 
 
 class WithinGroup:
-    """The transport of a group: the sums over the replicas of a host."""
+    """A group: the sums over the replicas of a host."""
 
     def __init__(self, reducer: Reducer):
         self._reducer = reducer
@@ -32,7 +32,7 @@ class WithinGroup:
 
 
 class Exact:
-    """The transport of outer values, which never travel rounded."""
+    """The sums of outer values, which never travel rounded."""
 
     def __init__(self, reducer: Reducer):
         self._reducer = reducer

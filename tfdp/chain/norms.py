@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfdp._private.names import make_note
 from tfdp.chain.reduction import Reduction, Stage, scale_when_summed
 from tfdp.errors import ConfigurationError
-from tfdp.tracing.run import ReplicaRun
+from tfdp.tracing.run import Step
 
 
 class NormsOfStep(NamedTuple):
@@ -51,7 +51,7 @@ class NoiseProbe(Stage):
         self._counts = [make_note(0, tf.int64) for _ in range(replicas)]
         #: The number of readers.
         self.readers = 0
-        self._last: tuple[ReplicaRun, set[int]] | None = None
+        self._last: tuple[Step, set[int]] | None = None
 
     def is_about(self, variables: Sequence[Any]) -> bool:
         own = set(map(id, self._variables))
@@ -99,7 +99,7 @@ class NoiseProbe(Stage):
         scale = scale_when_summed(self._optimizer)
         return None if scale is None else 1.0 / tf.cast(scale, tf.float32)
 
-    def _refuse_second(self, run: ReplicaRun, rank: int) -> None:
+    def _refuse_second(self, run: Step, rank: int) -> None:
         if self._last is None or self._last[0] is not run:
             self._last = run, set()
         if rank in self._last[1]:

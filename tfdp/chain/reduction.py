@@ -1,7 +1,7 @@
 """One sum of gradients over the replicas, and the stages around it. Read `reduce`.
 
     each stage, in order      `before`: takes gradients out, replaces them, adds riders
-    the transport             sums gradients and riders, in the same buckets, once
+    the reducer               sums gradients and riders, in the same buckets, once
     each stage, in reverse    `after`: takes the sums of its riders, puts results in
 
 Then each stage, in order, is `around` the optimizer's update.
@@ -18,10 +18,10 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from tfdp.tracing.run import ReplicaRun
+from tfdp.tracing.run import Step
 
 
-class Transport(Protocol):
+class GradientReducer(Protocol):
     """Sums over the replicas that step together; a `Reducer` is one."""
 
     def sum_gradients(
@@ -51,7 +51,7 @@ class Reduction:
 
     gradients: list[Any]
     variables: Sequence[Any]
-    run: ReplicaRun
+    run: Step
     rank: Any
     optimizer: Any
     #: Small tensors, which travel exactly in the buckets of the gradients.
@@ -107,7 +107,7 @@ def attached_stages(reduction: Reduction) -> list[Stage]:
 
 
 def reduce(
-    reduction: Reduction, chain: Sequence[Stage], transport: Transport
+    reduction: Reduction, chain: Sequence[Stage], reducer: GradientReducer
 ) -> list[Any]:
     """The sums of the gradients, after all stages."""
     for stage in chain:
@@ -115,7 +115,7 @@ def reduce(
     given = reduction.gradients
     places = [place for place, gradient in enumerate(given) if gradient is not None]
     if places or reduction.riders:
-        sums, reduction.riders = transport.sum_gradients(
+        sums, reduction.riders = reducer.sum_gradients(
             [given[place] for place in places],
             reduction.riders,
             reduction.rank,

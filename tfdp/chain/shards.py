@@ -12,7 +12,7 @@ from tfdp.lint.registry import is_of_graph, key_of
 from tfdp.lint.values import Term
 from tfdp.sharding.updates import ShardUpdates
 from tfdp.sharding.variables import ShardUpdatedVariable, shard_kind
-from tfdp.tracing.run import ReplicaRun
+from tfdp.tracing.run import Step
 
 WHAT_IT_IS = (
     'With shard="parameters" the gradient of a weight that is stored in shards is, in '
@@ -60,7 +60,7 @@ class Shards(Stage):
             reduction.gradients[place] = shard
 
 
-def depends_on_shards(run: ReplicaRun, rank: Any, value: Any) -> bool:
+def depends_on_shards(run: Step, rank: Any, value: Any) -> bool:
     """Whether `value`, in a graph, depends on gradients of sharded weights, and so not
     on the replica's own rows; exchanges excluded."""
     if not run.trace(rank).shard_gradients or not is_of_graph(value):
@@ -68,7 +68,7 @@ def depends_on_shards(run: ReplicaRun, rank: Any, value: Any) -> bool:
     return bool(run.analysis(rank).value(value).terms & {Term.SHARD, Term.SHARD_NUMBER})
 
 
-def refuse_sum_of_shards(run: ReplicaRun, rank: Any, values: Any) -> None:
+def refuse_sum_of_shards(run: Step, rank: Any, values: Any) -> None:
     """Refuses an `all_reduce` of gradients of sharded weights, which are reduced."""
     shards = run.trace(rank).shard_gradients
     if not shards:
@@ -84,7 +84,7 @@ def refuse_sum_of_shards(run: ReplicaRun, rank: Any, values: Any) -> None:
             )
 
 
-def refuse_own_scaling(run: ReplicaRun) -> None:
+def refuse_own_scaling(run: Step) -> None:
     """Refuses gradients of sharded weights that were scaled by one replica's parts."""
     for rank, gradient in run.given_shards:
         value = run.analysis(rank).value(gradient) if is_of_graph(gradient) else None

@@ -1,4 +1,4 @@
-"""The stages and the transport of a reduction: those of features that this run has.
+"""The stages and the reducer of a reduction: those of features that this run has.
 
 A stage's file is imported, and runs, only where its feature is used.
 """
@@ -12,15 +12,15 @@ import tensorflow as tf
 from keras.optimizers import Optimizer
 
 from tfdp.chain.reduction import (
+    GradientReducer,
     Reduction,
     Stage,
-    Transport,
     attached_stages,
     reduce,
 )
 from tfdp.errors import ConfigurationError
 from tfdp.sharding.variables import ShardUpdatedVariable, shard_kind
-from tfdp.tracing.run import ReplicaRun
+from tfdp.tracing.run import Step
 
 # The kinds of variables with gradients of the variable's shape.
 WHOLE_GRADIENTS = (None, ShardUpdatedVariable)
@@ -28,7 +28,7 @@ WHOLE_GRADIENTS = (None, ShardUpdatedVariable)
 
 def reduce_gradients(
     gradients: Sequence[Any],
-    run: ReplicaRun,
+    run: Step,
     rank: Any,
     variables: Sequence[Any],
     optimizer: Optimizer,
@@ -49,7 +49,7 @@ def reduce_gradients(
                 gradient.set_shape(variable.shape)  # adds no op
     reduction = Reduction(list(gradients), variables, run, rank, optimizer)
     chain = chain_of(reduction)
-    return reduce(reduction, chain, transport_of(run, optimizer))
+    return reduce(reduction, chain, reducer_for(run, optimizer))
 
 
 def chain_of(reduction: Reduction) -> list[Stage]:
@@ -88,7 +88,7 @@ def chain_of(reduction: Reduction) -> list[Stage]:
     return chain
 
 
-def transport_of(run: ReplicaRun, optimizer: Optimizer) -> Transport:
+def reducer_for(run: Step, optimizer: Optimizer) -> GradientReducer:
     """What sums for all replicas."""
     if run.is_local:
         raise ConfigurationError(
@@ -97,24 +97,24 @@ def transport_of(run: ReplicaRun, optimizer: Optimizer) -> Transport:
             "own rows. Give all optimizers of a model a sync, or none."
         )
     if tf.executing_eagerly():
-        from tfdp.chain.eager import EagerTransport
+        from tfdp.chain.eager import EagerReducer
 
-        return EagerTransport(run)
-    reducer: Transport = tf.distribute.get_strategy().extended.reducer
+        return EagerReducer(run)
+    reducer: GradientReducer = tf.distribute.get_strategy().extended.reducer
     return reducer
 
 
 def sum_exactly(
-    values: Sequence[tf.Tensor], run: ReplicaRun, rank: Any, optimizer: Optimizer
+    values: Sequence[tf.Tensor], run: Step, rank: Any, optimizer: Optimizer
 ) -> list[tf.Tensor]:
     """The sums of small values over the replicas."""
     reduction = Reduction([], [], run, rank, optimizer, riders=list(values))
-    reduce(reduction, [], transport_of(run, optimizer))
+    reduce(reduction, [], reducer_for(run, optimizer))
     return reduction.riders
 
 
 def agree_finite(
-    optimizer: Optimizer, gradients: Sequence[Any], run: ReplicaRun, rank: Any
+    optimizer: Optimizer, gradients: Sequence[Any], run: Step, rank: Any
 ) -> tf.Tensor:
     """Whether the gradients are finite on every replica; equal on all of them."""
     # Sums the number of replicas with others: exact, and needs no other op.
@@ -125,7 +125,7 @@ def agree_finite(
 
 
 def largest_of_replicas(
-    values: Sequence[tf.Tensor], run: ReplicaRun, rank: Any, optimizer: Optimizer
+    values: Sequence[tf.Tensor], run: Step, rank: Any, optimizer: Optimizer
 ) -> list[tf.Tensor]:
     """The elementwise maximum over replicas of vectors of static length; at least 0."""
     lengths = [value.shape[0] for value in values]

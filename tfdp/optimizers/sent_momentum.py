@@ -14,7 +14,7 @@ from tfdp.chain.table_rows import CLIPPING
 from tfdp.checks import is_whole
 from tfdp.compression.method import Method, MomentumCompression
 from tfdp.errors import ConfigurationError, ScopeError
-from tfdp.tracing.run import ReplicaRun, current_run
+from tfdp.tracing.run import Step, current_run
 
 
 class SentMomentum(DecayHooks):
@@ -66,7 +66,7 @@ class SentMomentum(DecayHooks):
             )
         return super().apply(grads, trainable_variables)
 
-    def _refuse_gradients_sent(self, run: ReplicaRun) -> None:
+    def _refuse_gradients_sent(self, run: Step) -> None:
         if id(self) not in run.sent_momentum:
             raise ConfigurationError(
                 f"{type(self).__name__} is held by another optimizer, for which "

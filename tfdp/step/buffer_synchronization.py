@@ -26,12 +26,12 @@ from tfdp.lint.op_kinds import is_extreme, writes_summary
 from tfdp.lint.terms import outermost
 from tfdp.lint.values import Term
 from tfdp.step.own_branches import own_source_of
-from tfdp.tracing.run import ReplicaRun
+from tfdp.tracing.run import Step
 from tfdp.tracing.state_checks import is_added, own_handle, stored_from_shares
 from tfdp.tracing.trace_order import describe_sum
 
 
-def with_synchronized_buffers(step: Callable, run: ReplicaRun) -> Callable:
+def with_synchronized_buffers(step: Callable, run: Step) -> Callable:
     """Wraps `step` to all-reduce, at its end, the buffers that are still local."""
     if tf.executing_eagerly() or run.replicas == 1 or run.is_local:
         return step
@@ -56,7 +56,7 @@ def with_synchronized_buffers(step: Callable, run: ReplicaRun) -> Callable:
     return step_with_synchronized_buffers
 
 
-def _of_rows(run: ReplicaRun, rank: int, ids: set[int]) -> set[int]:
+def _of_rows(run: Step, rank: int, ids: set[int]) -> set[int]:
     found = set()
     for stored_by, variable, value in run.stored:
         is_one = stored_by == rank and id(variable) in ids
@@ -69,14 +69,14 @@ def _of_rows(run: ReplicaRun, rank: int, ids: set[int]) -> set[int]:
     return found
 
 
-def synchronize_layer_state(run: ReplicaRun, rank: Any) -> None:
+def synchronize_layer_state(run: Step, rank: Any) -> None:
     """Synchronizes buffers before gradients are accumulated: with the gradients they
     would be summed once per accumulation, weighted by the rows of the last batch."""
     if run.replicas > 1 and not run.is_local:
         all_reduce_buffers(run.take_local_state(rank), run, rank)
 
 
-def all_reduce_buffers(state: Sequence[Any], run: ReplicaRun, rank: Any) -> None:
+def all_reduce_buffers(state: Sequence[Any], run: Step, rank: Any) -> None:
     """Replaces every replica's copies by the mean over all samples."""
     if not state:
         return
@@ -111,7 +111,7 @@ def check_no_row_state(model: Any) -> None:
             )
 
 
-def warn_about_stored(run: ReplicaRun, model: Any) -> None:
+def warn_about_stored(run: Step, model: Any) -> None:
     """Warns of stored values that averaging over replicas makes wrong."""
     if run.replicas == 1:
         return
@@ -165,9 +165,7 @@ def _normalization_of(
     return None
 
 
-def _problem_of(
-    run: ReplicaRun, rank: int, variable: Any, value: tf.Tensor
-) -> str | None:
+def _problem_of(run: Step, rank: int, variable: Any, value: tf.Tensor) -> str | None:
     stored = run.analysis(rank).value(value)
     if not stored.is_of_own_rows or Term.UNKNOWN in stored.terms:
         return None
@@ -193,7 +191,7 @@ def _problem_of(
     return None
 
 
-def warn_about_written(run: ReplicaRun, operations: Iterable[tf.Operation]) -> None:
+def warn_about_written(run: Step, operations: Iterable[tf.Operation]) -> None:
     """Warns of `tf.summary` numbers of the first replica that look like global ones."""
     if run.replicas == 1:
         return

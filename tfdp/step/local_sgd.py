@@ -34,7 +34,7 @@ from tfdp.step.elastic_rounds import elastic_rounds
 from tfdp.step.local_values import LocalValues
 from tfdp.sync.diloco import DiLoCo
 from tfdp.sync.rounds import Sync, fragments_of, synchronization_of
-from tfdp.tracing.run import ReplicaRun
+from tfdp.tracing.run import Step
 from tfdp.variables.local_view import LocalView
 
 
@@ -135,7 +135,7 @@ class Rounds(Stage):
         gradients: Sequence[Any],
         variables: Sequence[Any],
         weight: tf.Tensor | None,
-        run: ReplicaRun,
+        run: Step,
         rank: int,
     ) -> list[Any]:
         """The gradient of the mean over the replicas that step together.
@@ -175,7 +175,7 @@ class Rounds(Stage):
             for part, gradient in zip(parts, gradients, strict=True)
         ]
 
-    def synchronize_layer_state(self, run: ReplicaRun, rank: int) -> None:
+    def synchronize_layer_state(self, run: Step, rank: int) -> None:
         """See `buffer_synchronization.synchronize_layer_state`; within the group."""
         state = self._take_state(run, rank)
         start = self.sync.start_step
@@ -198,7 +198,7 @@ class Rounds(Stage):
         else:
             within()
 
-    def _take_state(self, run: ReplicaRun, rank: int) -> list[LocalView]:
+    def _take_state(self, run: Step, rank: int) -> list[LocalView]:
         state = run.take_local_state(rank)
         known = set(map(id, self._layer_state))
         for variable in state:
@@ -220,7 +220,7 @@ class Rounds(Stage):
         # All replicas count it, including those that skip this update.
         self._after_update(reduction.run, reduction.rank)
 
-    def _after_update(self, run: ReplicaRun, rank: int) -> None:
+    def _after_update(self, run: Step, rank: int) -> None:
         start = self.sync.start_step
         count = self._count(rank) + 1
         own_copy(self._updates, rank).assign(count)
@@ -259,7 +259,7 @@ class Rounds(Stage):
         return self._averages.move(count, rank, range(len(self._weights)))
 
     def _synchronize(
-        self, number: int, count: tf.Tensor, run: ReplicaRun, rank: int
+        self, number: int, count: tf.Tensor, run: Step, rank: int
     ) -> tf.Tensor:
         fragment, state = self._fragment(number)
         outer = [v.outer_copy(rank).read_value() for v in fragment]
@@ -286,7 +286,7 @@ class Rounds(Stage):
         return weights, self._layer_state if is_last else []
 
     def _means(
-        self, number: int, run: ReplicaRun, rank: int, values: Sequence[tf.Tensor]
+        self, number: int, run: Step, rank: int, values: Sequence[tf.Tensor]
     ) -> list[tf.Tensor]:
         fragment, _ = self._fragment(number)
         mine, state = values[: len(fragment)], values[len(fragment) :]

@@ -54,7 +54,7 @@ from tfdp.sharding.variables import shard_kind
 from tfdp.step.buffer_synchronization import synchronize_layer_state
 from tfdp.step.find_optimizers import innermost_optimizers
 from tfdp.tracing.keras_steps import VARIABLES
-from tfdp.tracing.run import ReplicaRun, call_before_step, current_run
+from tfdp.tracing.run import Step, call_before_step, current_run
 
 # What a loss scaler has besides the optimizer that it wraps.
 SCALE_STATE = ("step_counter", "dynamic_scale")
@@ -64,7 +64,7 @@ ALREADY_REDUCED = {REDUCE: lambda grads_and_vars: grads_and_vars}
 class Overridden:
     """An optimizer that gets reduced gradients in `run`, and what is known of it."""
 
-    def __init__(self, optimizer: Optimizer, run: ReplicaRun):
+    def __init__(self, optimizer: Optimizer, run: Step):
         self.optimizer, self.run = optimizer, run
         self.shards = shards_of(optimizer)
         self.leaves = innermost_optimizers(optimizer)
@@ -81,7 +81,7 @@ class Overridden:
 
 
 def optimizer_overrides(
-    optimizers: Iterable[Optimizer], run: ReplicaRun
+    optimizers: Iterable[Optimizer], run: Step
 ) -> Iterator[Override]:
     """With these, `optimizers` reduce before they clip, test and update; nested ones (a
     loss scaler's, a group's) only if they are called directly."""
@@ -362,7 +362,7 @@ def _noting_draws(
     return result
 
 
-def warn_about_draws(run: ReplicaRun) -> None:
+def warn_about_draws(run: Step) -> None:
     """Warns of updates with TensorFlow's random ops: their seeds differ by replica, and
     those of `keras.random` do not."""
     for names, built in run.updates_built:
@@ -389,7 +389,7 @@ def is_overwritten(variable: Any) -> bool:
 def maximize_stored_values(
     gradients: list[Any],
     variables: Sequence[Any],
-    run: ReplicaRun,
+    run: Step,
     optimizer: Optimizer,
 ) -> list[Any]:
     """`gradients`, where values to store are the elementwise maximum over all replicas.

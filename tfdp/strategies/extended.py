@@ -22,7 +22,7 @@ from tfdp.sharding.variables import ShardedVariable
 from tfdp.step.local_run import refuse_in_local_run
 from tfdp.strategies.replica_extended import ReplicaExtended
 from tfdp.tracing.effect_order import ReplicaEffects, warn_about_shared
-from tfdp.tracing.run import ReplicaRun
+from tfdp.tracing.run import Step
 from tfdp.tracing.trace_order import EagerOrder
 from tfdp.variables.global_seed import independent_draws, with_global_seed
 from tfdp.variables.local_view import LocalView
@@ -53,7 +53,7 @@ class DataParallelExtended(ReplicaExtended, names.MirroredExtended):
         self.shards: ShardUpdates | None = None
         if sharding is not None and sharding.is_needed(reducer.transport.shard_parts):
             self.shards = ShardUpdates(strategy, devices, reducer, sharding)
-        self.current_run = ReplicaRun(len(devices))
+        self.current_run = Step(len(devices))
         self.remember_made()
         self._draws_per_replica = draws_per_replica
         super().__init__(strategy, list(devices), cross_device_ops)
@@ -159,7 +159,7 @@ class DataParallelExtended(ReplicaExtended, names.MirroredExtended):
         return value
 
 
-def _to_reduce(run: ReplicaRun, rank: Any, reduce_op: Any, value: Any) -> Any:
+def _to_reduce(run: Step, rank: Any, reduce_op: Any, value: Any) -> Any:
     """A replica's input to a user's reduction, without dummy rows."""
     refuse_sum_of_shards(run, rank, value)
     if reduce_op != tf.distribute.ReduceOp.SUM:
@@ -172,7 +172,7 @@ def _to_reduce(run: ReplicaRun, rank: Any, reduce_op: Any, value: Any) -> Any:
     )
 
 
-def _parts_to_reduce(run: ReplicaRun, reduce_op: Any, value: Any) -> Any:
+def _parts_to_reduce(run: Step, reduce_op: Any, value: Any) -> Any:
     """`_to_reduce` for each replica's part of `value`."""
     if not isinstance(value, names.PerReplica):
         # A host's only replica passes a plain tensor.

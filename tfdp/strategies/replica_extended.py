@@ -17,7 +17,7 @@ from tfdp.sharding.updates import ACCUMULATOR_NAME, SHARD_CLASSES, ShardUpdates
 from tfdp.sharding.variables import ShardedVariable
 from tfdp.step.optimizers import sums_without_overrides
 from tfdp.strategies.scope import MadeInScope, check_component
-from tfdp.tracing.run import ReplicaRun
+from tfdp.tracing.run import Step
 from tfdp.variables.mirrored import is_seed_state
 
 
@@ -28,7 +28,7 @@ class ReplicaExtended(LastingInput):
     reducer: Reducer
     #: None: nothing is sharded.
     shards: ShardUpdates | None
-    current_run: ReplicaRun
+    current_run: Step
     made_optimizers: MadeInScope[keras.optimizers.Optimizer]
     made_metrics: MadeInScope[keras.metrics.Metric]
     #: Of other variables, of gradient accumulators, of random generators' states.

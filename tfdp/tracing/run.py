@@ -386,7 +386,6 @@ class Step:
 
 
 #: The name of `Step` in files that move to `tfdp/chain`.
-ReplicaRun = Step
 
 
 def current_run() -> tuple[Step, int] | None:
