@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 import tfdp
-from tests.support.fake_transport import FakeGroup, FakeTransport
+from tests.support.fake_transport import FakeTransport, FakeWire
 from tfdp.chain.buffers import Buffers
 from tfdp.chain.compression import Compression, CompressionState
 from tfdp.chain.finite_guard import FiniteGuard
@@ -27,7 +27,10 @@ from tfdp.chain.shards import Shards
 from tfdp.chain.table_rows import Rows
 from tfdp.compression.method import Exchanged, Method
 from tfdp.exchange.compressed import CompressedSums
+from tfdp.exchange.peers import PeerGroup
 from tfdp.sharding.variables import ShardedVariable, ShardUpdatedVariable
+from tfdp.tracing.rows import Batch
+from tfdp.tracing.rows import Rows as TraceRows
 from tfdp.tracing.run import Step
 
 # Each replica has other gradients: of a matrix and of a vector.
@@ -42,7 +45,7 @@ SUMS = [sum(parts) for parts in zip(*GRADIENTS, strict=True)]
 
 
 def run_of(counts):
-    return Step(len(counts), counts=counts, total=sum(counts))
+    return Step(len(counts), Batch(counts=tuple(counts), total=sum(counts)))
 
 
 def reduced(make_chain, run=None, optimizer=None, gradients=GRADIENTS, given=None):
@@ -193,7 +196,10 @@ def compressed_by(transport, optimizer, weights):
     devices = ["CPU:0"] * transport.replicas
     method = FirstRow(min_bytes=0)
     made = CompressedSums(
-        method, FakeGroup(transport), devices, tfdp.Communication(compression=method)
+        method,
+        PeerGroup(FakeWire(transport)),
+        devices,
+        tfdp.Communication(compression=method),
     )
     optimizer.build(weights)
     # Replicas of a graph are traced one after the other; threads would make it twice.
@@ -347,7 +353,7 @@ def test_rows_may_be_added_where_the_update_is_the_same():
 
 def test_a_replica_without_rows_adds_zeros():
     run = run_of([2, 0])
-    run.owns_rows = [True, False]
+    run.trace(1).rows = TraceRows(present=False)
     found, _ = reduced(lambda rank: [MissingRows()], run)
     assert_sums(found, GRADIENTS[0])
 

@@ -105,6 +105,23 @@ def test_a_refusal_on_both_hosts_is_one(children):
     assert "cannot update shards in eager mode" in verdict.text
 
 
+def test_hosts_name_gradients_that_come_in_another_order(children):
+    """The second host has one row, and its tape takes the branches in another order:
+    of weights of one shape, hosts would add unrelated gradients."""
+    branches = (Branch("ragged-words", ("maximum",)), Branch("word"))
+    program = Program(
+        branches=branches,
+        join="add",
+        layout=Layout(shard=3),
+        eagerly=True,
+        data=Data((3, 2)),
+    )
+    verdict = children[1].judge(program)
+    assert verdict.kind == "refused", verdict.text
+    assert "of the gradient of read" in verdict.text
+    assert "run_eagerly=False" in verdict.text
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("plant, kind", [(None, "same"), ("a_host_twice", "differs")])

@@ -53,6 +53,16 @@ def test_every_file_that_is_named_is_there():
     assert len(named) > 20
 
 
+def test_the_reading_tour_takes_two_hours():
+    page = REPOSITORY.joinpath("docs", "reading.md").read_text("utf-8")
+    tour = re.findall(r"^\| \d+ \| `(tfdp/[\w/]+\.py)` \| (to `(\w+)`)?", page, re.M)
+    lines = 0
+    for path, _, until in tour:
+        text = REPOSITORY.joinpath(path).read_text("utf-8")
+        lines += len(text.partition(f"def {until}(")[0].splitlines())
+    assert len(tour) == 12 and lines <= 3000
+
+
 def test_rooms_have_no_circle():
     graph = {room: set() for room in ROOMS}
     for module in MODULES:

@@ -6,8 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import tensorflow as tf
 
-from tfdp.exchange.peers import PeerGroup
-
 # Far more than adding takes: only a replica that does not come reaches it.
 LONGEST_WAIT_SECONDS = 60
 
@@ -60,17 +58,20 @@ class FakeTransport:
             return [one.result() for one in running]
 
 
-class FakeGroup(PeerGroup):
-    """All replicas of a `FakeTransport`, as peers of a compression."""
+class FakeWire:
+    """What peers of a compression use of a transport, on a `FakeTransport`."""
+
+    first_part = 0
 
     def __init__(self, transport):
-        self._transport, self.size = transport, transport.replicas
+        self._transport, self.replicas = transport, transport.replicas
 
-    def sum(self, tensors, rank, label):
+    def all_reduce(self, tensors, rank, label):
         return self._transport.added(tensors, rank)
 
-    def gather(self, words, rank, label):
-        return tf.stack([own[0] for own in self._transport.gathered([words], rank)])
+    def start(self, words, rank, label):
+        gathered = self._transport.gathered([words], rank)
+        return tf.stack([own[0] for own in gathered]), words
 
     def all_to_all(self, rows, rank, label):
         given = self._transport.gathered([rows], rank)

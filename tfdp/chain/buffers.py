@@ -22,8 +22,8 @@ class Buffers(Stage):
     def before(self, reduction: Reduction) -> None:
         run, rank = reduction.run, reduction.rank
         if not tf.executing_eagerly():
-            # Gradients that a step has accumulated are parts of a sum, not means over
-            # rows.
+            # A variable that a gradient is linear in is the program's own accumulator:
+            # its copies are parts of a sum, not means over rows.
             handles = handles_of(self._state, rank)
             run.own_sums |= linear_sources(run, rank, reduction.gradients, handles)
             state = [one for one in self._state if id(one) not in run.own_sums]

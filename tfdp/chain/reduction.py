@@ -4,7 +4,8 @@
     the reducer               sums gradients and riders, in the same buckets, once
     each stage, in reverse    `after`: takes the sums of its riders, puts results in
 
-Then each stage, in order, is `around` the optimizer's update.
+Then stages that callbacks attached, and those that an optimizer passes, are `around`
+its update, in order: see `update_through`.
 
 `tfdp.chain.stages` chooses the stages of a reduction.
 """

@@ -1,4 +1,4 @@
-"""The path of gradients through one step. Read `Reducer.all_reduce`."""
+"""Lists of tensors over a transport, bucket by bucket. Read `Reducer._by_buckets`."""
 
 from __future__ import annotations
 

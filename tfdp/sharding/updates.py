@@ -172,8 +172,8 @@ class ShardUpdates:
                     )
             else:
                 # With one row, a replica may compute gradients of branches in another
-                # order: synchronize on the variable, not only on its shape.
-                run.eager_order.meet(rank, f"the gradient of {variable.name}")
+                # order: compare the variable, and hosts the read, not only its shape.
+                run.eager_order.meet(rank, f"the gradient of {variable.name}", label)
                 context = tf.distribute.get_replica_context()
                 total = context.all_reduce("SUM", upstream)
                 own = shard_of(total, layout, self.part_of(rank))

@@ -134,7 +134,7 @@ class StepCall:
         """Makes row counts dynamic where replicas or hosts have different ones."""
         if self._has_dynamic_rows and not tf.executing_eagerly():
             self.arguments = with_unified_shapes(self.arguments, self.run.batch)
-        self.run.take_batch(self.arguments)
+        self.run.note_batch(self.arguments)
 
     def meter(self) -> None:
         """Lets attached meters count the step, if it trains their model."""
@@ -200,8 +200,9 @@ class StepCall:
         made_metrics: Sequence[keras.metrics.Metric],
         noted: NotedResults,
     ) -> Iterator[Override]:
-        """What is replaced, in order: each calls the ones before it. A guard checks a
-        loss that is 0 for dummy rows; all others get the weights that padding sets."""
+        """What is replaced. Of two for one method the later one runs first, and calls
+        the earlier: a guard checks a loss that is 0 for dummy rows, and all others get
+        the weights that padding sets."""
         model, run = self.model, self.run
         yield from optimizer_overrides(optimizers, run)
         yield from report_overrides(model, run, made_metrics, noted)

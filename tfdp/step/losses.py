@@ -5,11 +5,11 @@ all replicas have equally many samples and equal weights. The functions in which
 so are replaced (`tfdp.seams.losses`), and call `ReplicaLosses`:
 
     scale:    1 / R  becomes  D_r / D    D_r: what the replica's mean was divided by
-    unscale:  R      becomes  N / n_r    n_r: samples; Keras weights reports by n_r
+    unscale:  R      becomes  n / n_r    n_r: samples; Keras weights reports by n_r
 
-D is N, or an all-reduce of D_r if D_r is not proportional to the rows of the batch
+D is n, or an all-reduce of D_r if D_r is not proportional to the rows of the batch
 (`loss_checks`). With S_r the replica's sum, scale gives S_r / D, with the loss of the
-whole batch as sum over replicas, and unscale (S_r / D) (N / n_r), with the same mean
+whole batch as sum over replicas, and unscale (S_r / D) (n / n_r), with the same mean
 weighted by n_r. The factor is applied before backprop: after it, replicas that depend
 on each other (synchronized batch normalization) would get wrong gradients.
 """
@@ -90,7 +90,7 @@ class ReplicaLosses:
         return share
 
     def scaled_penalty(self, value: Any) -> Any:
-        """The sum of a model's penalties, and of what layers add, times n_r / N."""
+        """The sum of a model's penalties, and of what layers add, times n_r / n."""
         run, rank = self._run, self._rank
         if self._is_alone:
             _note_penalty(run, rank)
@@ -103,7 +103,7 @@ class ReplicaLosses:
         return _product(value, self._shares.factor(fraction, value.dtype))
 
     def reported(self, value: Any) -> Any:
-        """A share times N / n_r: a mean that a report weights by rows."""
+        """A share times n / n_r: a mean that a report weights by rows."""
         run, rank = self._run, self._rank
         if self._replicas == 1:
             return value  # the share is the whole
@@ -152,7 +152,7 @@ def _share_of_rows(run: Step, rank: Any) -> Any:
 
 
 def _report_factor(run: Step, rank: Any, value: Any) -> Any:
-    """N / n_r, or 1: the factor from a share to the reported number."""
+    """n / n_r, or 1: the factor from a share to the reported number."""
     if value.shape.rank:
         return 1.0  # losses of rows, which were not scaled
     if run.is_even:

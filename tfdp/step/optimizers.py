@@ -93,8 +93,8 @@ def optimizer_overrides(
 
 
 def _method_overrides(facts: Overridden, some_defer: bool) -> dict[str, Any]:
-    """`some_defer`: whether an optimizer, maybe one that holds this one, reduces in its
-    update."""
+    """`some_defer`: whether an optimizer, maybe one that holds this one, accumulates
+    and sums in its update, so that clipping has to wait for the sum."""
     optimizer, run = facts.optimizer, facts.run
     overrides: dict[str, Any] = {}
     if type(optimizer).scale_loss is not Optimizer.scale_loss:

@@ -10,7 +10,7 @@ adds 0 to a sum over replicas; here Keras' steps become such sums:
     metrics        padding rows have weight 0 (of dummy rows the variables add 0)
     all_gather     leaves dummy rows out, and refuses padding
 
-State of layers has weight n_r / N = 0 in the mean that is summed with the gradients.
+State of layers has weight n_r / n = 0 in the mean that is summed with the gradients.
 Unlike padding, dummy rows support `add_loss`; static shapes need no extra ops for them.
 The overrides look up the calling replica's rows at each call, as eager replicas take
 turns within a step.

@@ -33,9 +33,10 @@ from tfdp.strategies.unused import note_made
 class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrategy):
     """Trains one model on all devices of this host, each on its part of the batch.
 
-    With N replicas and per-replica mean losses L_r, one step computes
+    With n_r of the n rows of a batch on replica r, and its mean loss L_r over them, one
+    step computes
 
-        g = (1 / N) sum_r grad L_r(w),    w <- update(w, g)
+        g = sum_r (n_r / n) grad L_r(w),    w <- update(w, g)
 
     identically on every replica. To Keras and TensorFlow it is a
     `tf.distribute.MirroredStrategy`, but gradients are reduced and applied within each
@@ -45,9 +46,9 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
       devices: names of the devices, one replica each, such as `["GPU:0", "GPU:1"]`;
         None takes all GPUs, or all logical CPUs if there is no GPU.
       communication: how replicas exchange tensors; None for the defaults.
-      shard: what each replica holds only 1 / N of, as the stages of ZeRO: "none" (0),
-        "optimizer" (1: its state), "gradients" (2: and gradients), "parameters" (3: and
-        weights). Or a `tfdp.Sharding`.
+      shard: what each of N replicas holds only 1 / N of, as the stages of ZeRO: "none"
+        (0), "optimizer" (1: its state), "gradients" (2: and gradients), "parameters"
+        (3: and weights). Or a `tfdp.Sharding`.
       shard_min_bytes: variables below this size are not sharded.
       offload: "optimizer": the sharded optimizer state stays in host memory, where the
         CPU updates it; see docs/sharding.md. "none": on the devices.

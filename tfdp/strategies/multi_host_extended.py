@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp._private.names import MirroredVariable, regroup_mirrored
+from tfdp.errors import CollectiveError, ConfigurationError
 from tfdp.exchange.host_group import HostGroup
 from tfdp.exchange.sparse import join_rows
 from tfdp.exchange.wire_types import check_summable
@@ -113,12 +114,26 @@ class MultiHostExtended(DataParallelExtended):
             _sum_of([tf.convert_to_tensor(part).numpy() for part in parts[place]])
             for place in dense
         ]
-        sums = self._host_group.sum_arrays(own_sums, "eager sum")
+        sums = self._sums_in_order(own_sums)
         for place, total in zip(dense, sums, strict=True):
             # As in a graph, the mean of whole numbers is a float64.
             mean = total / strategy.num_replicas_in_sync if is_mean else total
             totals[place] = self._copied(mean)
         return totals
+
+    def _sums_in_order(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        order = self.current_run.eager_order
+        label, order.label = order.label, ""
+        try:
+            return self._host_group.sum_arrays(arrays, f"eager sum {label}".strip())
+        except CollectiveError as error:
+            if not label:
+                raise
+            raise ConfigurationError(
+                f"{error} In an eager step, gradients of parallel branches may come in "
+                "another order where a replica has one row. Compile with "
+                "run_eagerly=False."
+            ) from error
 
     def _all_rows(self, parts: Sequence[tf.IndexedSlices], is_mean: bool) -> Any:
         """All replicas' slices, not summed: optimizers may clip each row."""

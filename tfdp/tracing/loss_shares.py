@@ -1,6 +1,6 @@
 """Tracks which numbers are a replica's share of the global loss.
 
-Each scaling of a loss multiplies it by a factor that is recorded here: n_r / N,
+Each scaling of a loss multiplies it by a factor that is recorded here: n_r / n,
 D_r / D, or 1 for a sum. A linear function of such products is a share: it must not be
 scaled again, its sum over the replicas is the global number, and reports take the
 factor back. In graphs `tfdp.lint` follows the products; in eager mode a tape does.

@@ -108,7 +108,7 @@ class Rows:
       real: which rows of a padded batch are real, a boolean for each; None: the batch
         was not padded.
       count: n_r, the number of real rows of a padded batch, as float32.
-      total: N, their number on all replicas.
+      total: n, their number on all replicas.
     """
 
     present: Any = True

@@ -57,8 +57,9 @@ class Trace:
         #: Whether layers summed over replicas: then a value of this replica gets
         #: gradients from other replicas' losses.
         self.is_mixed = False
-        #: Whether an optimizer sums values that exclude dummy rows. Eager replicas, and
-        #: those that create variables, take turns.
+        #: Whether what the replica sums excludes dummy rows already, so that nothing
+        #: else takes them out. Eager replicas, and those that create variables, take
+        #: turns.
         self.sums_own_parts = False
         #: The active optimizers, outermost first: whether they still reduce.
         self.updates: list[bool] = []
@@ -171,7 +172,7 @@ class Step:
         """The trace of `rank`; on TPU, where ranks are tensors, the only one."""
         return self.traces[rank if isinstance(rank, int) else 0]
 
-    def take_batch(self, arguments: Any) -> None:
+    def note_batch(self, arguments: Any) -> None:
         """Stores the tensors of each replica's batch, of nested per-replica values."""
         batch, _ = parts_of_batch(arguments, len(self.traces))
         for trace in self.traces:
@@ -226,12 +227,12 @@ class Step:
         return tf.gather(tf.stack(counts), rank)
 
     def total_of(self, rank: Any) -> Any:
-        """N: the samples of all replicas; None when no batch was passed in."""
+        """n: the samples of all replicas; None when no batch was passed in."""
         rows = self.trace(rank).rows
         return rows.total if rows.is_padded else self.batch.total
 
     def share_of(self, rank: Any, dtype: tf.DType = tf.float32) -> tf.Tensor:
-        """n_r / N, a scalar."""
+        """n_r / n, a scalar."""
         if self.is_even:
             return tf.constant(1.0 / self.replicas, dtype)
         return tf.math.divide_no_nan(
@@ -239,7 +240,7 @@ class Step:
         )
 
     def share_in_group(self, rank: Any) -> tf.Tensor:
-        """n_r / N_g: the replica's fraction of its group's samples."""
+        """n_r / n_g: the replica's fraction of its group's samples."""
         if self.groups is None:
             return self.share_of(rank)
         if self.is_even:
@@ -249,13 +250,13 @@ class Step:
         )
 
     def share_of_group(self, rank: Any) -> tf.Tensor:
-        """N_g / N: the group's fraction of this process's samples."""
+        """n_g / n: the group's fraction of this process's samples."""
         if self.groups is None:
             return tf.constant(1.0)
         return tf.add_n([self.share_of(peer) for peer in self.group_of(rank)])
 
     def total_in_group(self, rank: Any) -> tf.Tensor:
-        """N_g: the samples of the group of `rank`, a float32 scalar."""
+        """n_g: the samples of the group of `rank`, a float32 scalar."""
         if self.groups is None:
             return tf.cast(self.total_of(rank), tf.float32)
         counts = [self.count_of(peer) for peer in self.group_of(rank)]
@@ -383,9 +384,6 @@ class Step:
     def stored_graphs(self, rank: Any) -> dict[int, Any]:
         """By the ids of variables: the graph in which the replica stored them last."""
         return {id(v): value.graph for by, v, value in self.stored if by == rank}
-
-
-#: The name of `Step` in files that move to `tfdp/chain`.
 
 
 def current_run() -> tuple[Step, int] | None:

@@ -61,10 +61,14 @@ class EagerOrder:
     def __init__(self) -> None:
         self._first: list[str] = []
         self._met: dict[int, int] = {}
+        #: What hosts compare of the exchange that the replicas are at.
+        self.label = ""
 
-    def meet(self, rank: int, what: str) -> None:
+    def meet(self, rank: int, what: str, label: str = "") -> None:
         """Records that `rank` takes part in the exchange `what`, described equally on
-        all replicas; ConfigurationError if another replica is at a different one."""
+        all replicas; ConfigurationError if another replica is at a different one.
+        `label`: a description that is equal on all hosts as well."""
+        self.label = label
         place = self._met.get(rank, 0)
         self._met[rank] = place + 1
         if place == len(self._first):

@@ -125,6 +125,13 @@ class ReplicaMirroredVariable(PythonValue, HandleOfReplica, OwnMeans, LocalView)
     """
 
     def _update_replica(self, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
+        """Assigns in a replica, by the variable's aggregation:
+
+        NONE, in an optimizer's update   its own copy: all replicas assign the same
+        NONE, elsewhere                  its own copy, synchronized with the gradients
+        ONLY_FIRST_REPLICA               the first replica's value, sent unless equal
+        MEAN, SUM                        the all-reduced value
+        """
         extended = self.distribute_strategy.extended
         run, rank = extended.current_run, names.current_rank()
         is_aggregated = self.aggregation != tf.VariableAggregation.NONE
