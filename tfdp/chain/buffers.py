@@ -56,13 +56,17 @@ def _stored_in_this_branch(state: list[Any], run: Step, rank: Any) -> list[Any]:
 
 def weighted_state(state: Sequence[Any], run: Step, rank: Any) -> list[tf.Tensor]:
     """This replica's addends to means over samples; 0 if it has no sample."""
-    shares = []
-    for variable in state:
-        share = tf.cast(run.share_of(rank), variable.dtype)
-        value = own_copy(variable, rank).read_value()
-        # Statistics of no sample are NaN, and 0 times NaN is not 0.
-        shares.append(tf.where(share > 0, value * share, tf.zeros_like(value)))
-    return shares
+    return [
+        addend(own_copy(variable, rank).read_value(), run.share_of(rank))
+        for variable in state
+    ]
+
+
+def addend(value: tf.Tensor, share: tf.Tensor) -> tf.Tensor:
+    """What `value` adds to a mean in which it has this share."""
+    own = tf.cast(share, value.dtype)
+    # Statistics of no sample are NaN, and 0 times NaN is not 0.
+    return tf.where(own > 0, value * own, tf.zeros_like(value))
 
 
 def store_state(

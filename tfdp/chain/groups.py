@@ -1,8 +1,9 @@
 """Local training: sums within the groups of replicas that step together, and over all.
 
 A group's mean gradient, and the moving statistics of its rows, are summed by
-`WithinGroup`. In the steps before `start_step`, which all replicas take together, they
-are weighted by the groups' rows.
+`WithinGroup`. In the steps before `start_step`, which all replicas take together,
+gradients are weighted by what the groups' losses were divided by (rows, unmasked
+entries or sample weights: `batch_weight`), and moving statistics by rows.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdp.chain.buffers import addend
 from tfdp.chain.reduction import Reduction, Stage
 from tfdp.exchange.packing import Tensors
 from tfdp.exchange.reducer import Reducer
@@ -55,7 +57,11 @@ class GroupState(Stage):
         # In a group without rows all replicas have kept the same old value.
         total, even = run.total_in_group(rank), run.even_share
         share = tf.where(total > 0, run.share_in_group(rank), even)
-        reduction.riders += _addends(self._state, share, rank)
+        reduction.riders += self._addends(share, rank)
+
+    def _addends(self, share: tf.Tensor, rank: int) -> list[tf.Tensor]:
+        own = [variable.local_copy(rank).read_value() for variable in self._state]
+        return [addend(value, share) for value in own]
 
     def after(self, reduction: Reduction) -> None:
         means = reduction.take_riders(len(self._state))
@@ -90,7 +96,7 @@ class AllGroups(GroupState):
             own = reduction.gradients
             own[:] = [one if one is None else _times(one, part) for one in own]
         share = tf.math.divide_no_nan(rows, all_rows)
-        reduction.riders += _addends(self._state, share, rank)
+        reduction.riders += self._addends(share, rank)
 
 
 def _times(gradient: Any, factor: tf.Tensor) -> Any:
@@ -100,16 +106,3 @@ def _times(gradient: Any, factor: tf.Tensor) -> Any:
         return gradient * factor
     values = gradient.values * factor
     return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-
-
-def _addends(
-    state: Sequence[LocalView], share: tf.Tensor, rank: int
-) -> list[tf.Tensor]:
-    """The replica's addends to means in which it has this share."""
-    addends = []
-    for variable in state:
-        value = variable.local_copy(rank).read_value()
-        own = tf.cast(share, value.dtype)
-        # Statistics of no sample are NaN, and 0 times NaN is not 0.
-        addends.append(tf.where(own > 0, value * own, tf.zeros_like(value)))
-    return addends

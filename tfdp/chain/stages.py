@@ -18,6 +18,7 @@ from tfdp.chain.reduction import (
     attached_stages,
     reduce,
 )
+from tfdp.compression.method import momentum_compression_of
 from tfdp.errors import ConfigurationError
 from tfdp.sharding.variables import ShardUpdatedVariable, shard_kind
 from tfdp.tracing.run import Step
@@ -75,9 +76,8 @@ def chain_of(reduction: Reduction) -> list[Stage]:
 
         chain.append(Buffers(state))
     chain += attached_stages(reduction)
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
     compressed = getattr(getattr(extended, "reducer", None), "compressed", None)
-    if getattr(inner, "momentum_compression", None) is not None:
+    if momentum_compression_of(optimizer) is not None:
         from tfdp.chain.momentum import momentum_stages
 
         chain += momentum_stages(reduction, extended.reducer)
@@ -108,9 +108,9 @@ def sum_exactly(
     values: Sequence[tf.Tensor], run: Step, rank: Any, optimizer: Optimizer
 ) -> list[tf.Tensor]:
     """The sums of small values over the replicas."""
-    reduction = Reduction([], [], run, rank, optimizer, riders=list(values))
-    reduce(reduction, [], reducer_for(run, optimizer))
-    return reduction.riders
+    reducer = reducer_for(run, optimizer)
+    _, sums = reducer.sum_gradients([], values, rank, sum_rows=False, at_once=False)
+    return sums
 
 
 def agree_finite(

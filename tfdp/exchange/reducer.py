@@ -229,11 +229,12 @@ class Reducer:
     def all_gather(
         self, shards: Tensors, layouts: Layouts, rank: Any
     ) -> list[tf.Tensor]:
-        """The whole tensors, on every replica, from all replicas' shards.
+        """The whole tensors, in the order of `shards`, on every replica.
 
         Cost: per replica n (N - 1) / N bytes on the wire for n bytes of tensors.
         """
-        # The first layers' weights are needed first, and plans begin at the last.
+        # Planned in reverse, because plans begin at the last tensor and the first
+        # layers' weights are needed first.
         gathered = self._cut_by_bucket(
             self.transport.all_gather,
             shards[::-1],

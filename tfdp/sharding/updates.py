@@ -57,7 +57,6 @@ class ShardUpdates:
         self._min_bytes = sharding.min_bytes
         self._is_offloading = sharding.offloads
         self._updates_on_host = sharding.offloads
-        # By trace: replicas may share a graph, and each has its own views.
 
     def class_of(self, kwargs: dict[str, Any], value: tf.Tensor) -> type | None:
         """The class of a variable about to be created; None: it is not sharded."""

@@ -267,12 +267,13 @@ def find_faults_of_losses(run: Step, model: Any, step: Any) -> None:
     """Adds findings about the losses whose gradients optimizers got in this run."""
     if run.group_size == 1:
         return
+    applied: dict[Value, str] = {}
     for rank, gradients, name in run.given_gradients:
         for given in gradients:
             part = getattr(given, "values", given)
             if is_of_graph(part):
-                run.applied.setdefault(run.analysis(rank).value(part), name)
-    for gradient, optimizer in run.applied.items():
+                applied.setdefault(run.analysis(rank).value(part), name)
+    for gradient, optimizer in applied.items():
         change = change_of_gradients(gradient, scales_by_hand=run.scales_by_hand)
         if change is not None:
             run.suspicions.add(change, "changed")
@@ -299,7 +300,7 @@ def find_faults_of_losses(run: Step, model: Any, step: Any) -> None:
                 run.suspicions.add(_unscaled(run, why, optimizer), "unscaled")
     is_unknown = any(
         gradient.target is None or Term.UNKNOWN in gradient.target.terms
-        for gradient in run.applied
+        for gradient in applied
     )
     if (tf.executing_eagerly() or is_unknown) and not run.has_scaled_losses:
         why = _why_it_may_be_local(run, model, step)

@@ -22,7 +22,7 @@ from tfdp.exchange.ordering import current_exchange_name
 from tfdp.lint.analysis import Analysis
 from tfdp.lint.findings import Findings
 from tfdp.lint.registry import is_of_graph, key_of
-from tfdp.lint.values import PART_OF_ROWS, ROW_SOURCE, Value
+from tfdp.lint.values import PART_OF_ROWS, ROW_SOURCE
 from tfdp.tracing.loss_shares import LossShares
 from tfdp.tracing.rows import Batch, Rows, parts_of_batch
 from tfdp.tracing.trace_order import EagerOrder
@@ -152,8 +152,6 @@ class Step:
     suspicions: Findings = field(default_factory=Findings)
     #: Why stored state may not be a mean over rows.
     state_suspicions: Findings = field(default_factory=Findings)
-    #: The values of gradients that optimizers got, with the names of these.
-    applied: dict[Value, str] = field(default_factory=dict)
     #: Whether a loss was scaled to its share of the global one.
     has_scaled_losses: bool = False
     #: Whether losses of layers (penalties, `add_loss`) were added to the model's.
@@ -232,7 +230,7 @@ class Step:
         return rows.total if rows.is_padded else self.batch.total
 
     def share_of(self, rank: Any, dtype: tf.DType = tf.float32) -> tf.Tensor:
-        """n_r / n, a scalar."""
+        """n_r / n, over all replicas, a scalar; within a group: `share_in_group`."""
         if self.is_even:
             return tf.constant(1.0 / self.replicas, dtype)
         return tf.math.divide_no_nan(
@@ -264,6 +262,7 @@ class Step:
 
     @property
     def even_share(self) -> float:
+        """1 / group_size: a replica's share, only where `is_even`."""
         return 1.0 / self.group_size
 
     @property
