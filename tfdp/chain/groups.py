@@ -86,13 +86,13 @@ class AllGroups(GroupState):
     def before(self, reduction: Reduction) -> None:
         run, rank = reduction.run, reduction.rank
         rows = tf.cast(run.count_of(rank), tf.float32)
-        weighs = tf.ones([]) if self._weight is None else self._weight
+        group_weight = tf.ones([]) if self._weight is None else self._weight
         # Each replica of a group adds the group's weight.
-        counts = [weighs / run.group_size, rows]
+        counts = [group_weight / run.group_size, rows]
         all_weights, all_rows = self._reducer.all_reduce(counts, rank, mean=False)
         if self._weight is not None:
             # Scaled before the sum, so that a 16-bit wire format does not overflow.
-            part = tf.math.divide_no_nan(weighs, all_weights)
+            part = tf.math.divide_no_nan(group_weight, all_weights)
             own = reduction.gradients
             own[:] = [one if one is None else _times(one, part) for one in own]
         share = tf.math.divide_no_nan(rows, all_rows)

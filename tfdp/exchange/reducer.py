@@ -216,7 +216,7 @@ class Reducer:
 
         Cost: per replica n (N - 1) / N bytes on the wire for n bytes of gradients.
         """
-        return self._cut_by_bucket(
+        return self._exchange_by_bucket(
             self.transport.reduce_scatter,
             with_static_shape(gradients, layouts),
             layouts,
@@ -235,7 +235,7 @@ class Reducer:
         """
         # Planned in reverse, because plans begin at the last tensor and the first
         # layers' weights are needed first.
-        gathered = self._cut_by_bucket(
+        gathered = self._exchange_by_bucket(
             self.transport.all_gather,
             shards[::-1],
             layouts[::-1],
@@ -259,7 +259,7 @@ class Reducer:
         [total] = self.transport.all_reduce([value], rank, "sum of shards")
         return register_exchanged(total)
 
-    def _cut_by_bucket(
+    def _exchange_by_bucket(
         self,
         exchange: Callable[..., list[tf.Tensor]],
         tensors: Tensors,
