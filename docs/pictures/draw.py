@@ -1,4 +1,4 @@
-"""Draws the pictures of figures from the tables of docs/benchmarks.md.
+"""Draws the pictures of figures from the tables of benchmarks/figures.md.
 
 python docs/pictures/draw.py
 
@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 
 FOLDER = pathlib.Path(__file__).parent
-TABLES = FOLDER.parent / "benchmarks.md"
+TABLES = FOLDER.parents[1] / "benchmarks" / "figures.md"
 #: Seen as different by people who do not see red and green as different.
 COLORS = ("#999999", "#e69f00", "#56b4e9", "#009e73", "#d55e00", "#0072b2")
 INK, GRID = "#333333", "#dddddd"

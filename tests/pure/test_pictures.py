@@ -1,4 +1,4 @@
-"""The pictures of figures show what the tables of docs/benchmarks.md say."""
+"""The pictures of figures show what the tables of benchmarks/figures.md say."""
 
 import runpy
 

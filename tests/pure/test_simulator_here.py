@@ -1,4 +1,4 @@
-"""Steps of docs/benchmarks.md, measured before there was a simulator, predicted.
+"""Steps of benchmarks/figures.md, measured before there was a simulator, predicted.
 
 From the quiet run of 2026-11-21 on two processes of a core each: what a step takes
 without an exchange, and the sums of two other models, which give the link. The step

@@ -146,7 +146,7 @@ def test_a_table_is_in_no_bucket_and_has_an_exchange_of_its_own():
 
 
 # docs/communication.md: images a second of both, two hosts of a core each over 1
-# Gbit/s, and the GB/s of one core then. Without sums 113.6 ms (docs/benchmarks.md).
+# Gbit/s, and the GB/s of one core then. Without sums 113.6 ms (benchmarks/figures.md).
 STEPS = {
     None: (160, None),
     "bfloat16": (262, 1.36e9),
