@@ -252,7 +252,7 @@ def test_a_mean_that_compute_loss_takes_of_them_is_asked_about(takes_own):
 
 
 def test_an_eager_replica_without_rows_takes_the_borrowed_one():
-    """Eager replicas gather it as well, as docs/exactness.md says."""
+    """Eager replicas gather it as well, as docs/exceptions.md says."""
     trained(make_strategy(3), contrastive, 37, run_eagerly=True)
 
 

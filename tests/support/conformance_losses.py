@@ -72,7 +72,7 @@ LOSSES = {
     "Dice": Row(lambda **k: L.Dice(axis=(1, 2), **k), "probability", "one_hot"),
     "Tversky": Row(lambda **k: L.Tversky(axis=(1, 2), **k), "probability", "one_hot"),
 }
-# Losses that are no mean over samples; nothing to share out. docs/exactness.md.
+# Losses that are no mean over samples; nothing to share out. docs/exceptions.md.
 EXEMPT = {
     "Circle": "pairs every sample with every other one of the batch it sees",
     "CTC": "held by its own test: its targets have another length",

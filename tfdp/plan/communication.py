@@ -97,7 +97,7 @@ class Communication:
         optimizers square or clip each occurrence, on one device too, and so all rows
         travel. `"sum"`: always add them, to send less; the update is then that of the
         same matrix behind a one-hot encoding, as with `shard=`, on any number of
-        replicas, one included. docs/exactness.md has the differences.
+        replicas, one included. docs/exceptions.md has the differences.
       min_hosts: the number of hosts with which a training with `sync=` (docs/faults.md)
         continues when others die; they may return. From 1 to the number of hosts; more
         than half rules out that both parts of a partitioned network continue. None: the
