@@ -105,11 +105,12 @@ class Communication:
       checksum: True adds a CRC32C to each block sent over sockets, which ends the
         training before a corrupted block is added; `engine="auto"` is then `"sockets"`.
         Shared memory has none; exchanges of hosts that may die (`min_hosts`) always
-        have one. False: only TCP's checksum, of 16 bits. docs/hosts.md has the cost.
+        have one. False: only TCP's checksum, of 16 bits. docs/links-between-hosts.md
+        has the cost.
       compare_hosts: compare what must be the same on all hosts: when an epoch of `fit`
         starts, checksums of weights, optimizer state and learning rate; when a loop of
-        `fit`, `evaluate` or `predict` ends, checksums of its batches. docs/hosts.md has
-        the cost. Not done where hosts train independently (`min_hosts`).
+        `fit`, `evaluate` or `predict` ends, checksums of its batches. For the cost see
+        docs/how-hosts-work.md. Not done where hosts train independently (`min_hosts`).
 
     Raises:
       ConfigurationError: when a value is out of its range.
