@@ -27,6 +27,7 @@ from tfdp.tools.simulator.published import JITTER, POINTS
 from tfdp.tools.simulator.scaling import device_counts, lost_shares, scaling_curve
 from tfdp.tools.simulator.step import PARTS, InputRate, StepPrediction, Training
 from tfdp.tools.simulator.sums import ALGORITHMS
+from tfdp.tools.simulator.waiting import Cluster, Delays, compare_policies
 
 MOST_DEVICES = 16_384
 DEFAULT_BATCH = 32
@@ -50,11 +51,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     best = "(default: the best, by Daly's formula)"
     number("--checkpoint-interval-seconds", metavar="S", help=best)
     number("--price-per-device-hour", default=0.0, metavar="P")
+    _add_delays(parser)
     add("--json", action="store_true", help="print JSON")
     add("--plot", metavar="PATH", help="also draw the curve, as an HTML page")
     add("--list", action="store_true", help="list models and hardware, with sources")
     published = "compare predictions with runs that papers published"
     add("--published", action="store_true", help=published)
+
+
+def _add_delays(parser: argparse.ArgumentParser) -> None:
+    delays = parser.add_argument_group(
+        "slow workers", "each compares all policies, such as DiLoCo(quorum=...)"
+    )
+    number = partial(delays.add_argument, type=float, metavar="S")
+    number("--slow-factor", metavar="F", help="how much longer one worker computes")
+    number("--tail-seconds", help="the mean of an exponential time added to a step")
+    number("--pause-seconds", help="of a pause of a worker")
+    number("--pause-every-seconds", help="the mean time between pauses of a worker")
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
@@ -108,6 +121,10 @@ def run(options: argparse.Namespace) -> int:
         1, MOST_DEVICES, training.machine.devices_per_host
     )
     curve = scaling_curve(training, devices)
+    delays = _delays(options)
+    if delays is not None:
+        print(policies_table(training, curve, delays))
+        return 0
     if options.json:
         values = curve_values(training, curve)
         print(json.dumps(finite(values, lambda _: None), indent=1))
@@ -265,6 +282,59 @@ def _reliability(options: argparse.Namespace) -> Reliability | None:
         checkpoint_pause_seconds=1.0 if pause is None else pause,
         checkpoint_interval_seconds=options.checkpoint_interval_seconds,
     )
+
+
+def _delays(options: argparse.Namespace) -> Delays | None:
+    given = {
+        field.name: getattr(options, field.name)
+        for field in dataclasses.fields(Delays)
+        if getattr(options, field.name) is not None
+    }
+    if not given:
+        return None
+    if ("pause_seconds" in given) != ("pause_every_seconds" in given):
+        raise ConfigurationError(
+            "--pause-seconds and --pause-every-seconds describe pauses together: give "
+            "both."
+        )
+    if options.json or options.plot or len(options.devices or ()) != 1:
+        raise ConfigurationError(
+            "Slow workers (--slow-factor, --tail-seconds, --pause-seconds) print a "
+            "table for one number of devices: give one --devices, without --json and "
+            "--plot."
+        )
+    return Delays(**given)
+
+
+def policies_table(
+    training: Training, curve: Sequence[StepPrediction], delays: Delays
+) -> str:
+    """A row for each policy against slow workers."""
+    (step,) = curve
+    seconds = step.part_seconds
+    cluster = Cluster(
+        step.topology.hosts,
+        seconds["compute"] + seconds["sharing cores"],
+        seconds["communication"],
+        delays,
+    )
+    rows = [["policy", "update, s", "efficiency", "dropped", "staleness"]]
+    rows += [
+        [
+            found.policy,
+            f"{found.update_seconds:.4g}",
+            f"{found.efficiency:.1%}",
+            f"{found.dropped:.1%}",
+            f"{found.staleness:.2g}",
+        ]
+        for found in compare_policies(cluster)
+    ]
+    heading = (
+        f"{training.model.name} on {cluster.workers} workers. A step computes for "
+        f"{cluster.step_seconds:.4g} s, exchanges for {cluster.exchange_seconds:.4g} s. "
+        "Efficiency: gradients that count, relative to workers without delays and exchanges"
+    )
+    return "\n".join([heading, "", format_table(rows, left=(0,))])
 
 
 # For the page's legends, which have little room.
