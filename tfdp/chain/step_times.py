@@ -18,21 +18,16 @@ from tfdp._private.names import (
 from tfdp.chain.reduction import Reduction, Stage
 from tfdp.errors import ConfigurationError
 from tfdp.hosts.python_calls import counted
-
-#: The columns of a table: rows of the batch, else seconds.
-#:
-#: step       from the end of the sums of the step before to the end of this step's
-#: input      that steps waited for their batches
-#: compute    until the worker's own gradients were ready, without input, and without
-#:            waiting for exchanges that come before those of gradients
-#: waiting    in exchanges with other workers, their transfers included
-#: sending    that the worker's sends were blocked: by its link, or by a peer that does
-#:            not read yet
-#: arriving   that blocks of data were under way from this worker to its peers, by the
-#:            clocks of the peers, from a block's first bytes to its last
-#: rows       of the worker's batches
-COLUMNS = ("step", "input", "compute", "waiting", "sending", "arriving", "rows")
-STEP, INPUT, COMPUTE, WAITING, SENDING, ARRIVING, ROWS = range(len(COLUMNS))
+from tfdp.plan.stragglers import (
+    ARRIVING,
+    COLUMNS,
+    COMPUTE,
+    INPUT,
+    ROWS,
+    SENDING,
+    STEP,
+    WAITING,
+)
 
 #: The number of tables that are kept.
 RECENT = 64
@@ -44,11 +39,11 @@ class StepTimes(Stage):
     """Measures each step on each worker, and lets all workers read all numbers.
 
     The numbers of step t are a rider of the sums of step t + 1: a table [workers,
-    columns] to which each worker adds its own row (and the column `arriving` of the
-    workers that send to it). So all workers read the same bits, no exchange is added,
-    and no bucket waits for it. A step is one sum of gradients, so with gradient
-    accumulation it spans several batches. Attach it to the steps of a model with
-    `tfdp.step.observers.attach` before the step is traced.
+    columns] (see `tfdp.plan.stragglers.COLUMNS`) to which each worker adds its own row,
+    and the column `arriving` of the workers that send to it. So all workers read the
+    same bits, no exchange is added, and no bucket waits for it. A step is one sum of
+    gradients, so with gradient accumulation it spans several batches. Attach it with
+    `tfdp.step.observers.attach`, within `fit`, before the step is traced.
 
     Args:
       strategy: a `MultiHostDataParallelStrategy` whose hosts are linked by sockets.
@@ -129,7 +124,7 @@ class StepTimes(Stage):
         self._summed[rank] = reduction, _time_of(own)
         table = self._table if rank == 0 else tf.zeros(self._table.shape)
         # In the type of the gradients, to share their bucket.
-        is_double = all(one.dtype == tf.float64 for one in own)
+        is_double = bool(own) and all(one.dtype == tf.float64 for one in own)
         reduction.riders.append(tf.cast(table, tf.float64 if is_double else tf.float32))
 
     def after(self, reduction: Reduction) -> None:
@@ -189,8 +184,10 @@ class StepTimes(Stage):
             return table
         own[STEP] = ended - began
         own[INPUT] = self._input
-        own[COMPUTE] = max(0.0, ready - began - self._input - before)
         own[WAITING] = waiting
+        if not ready:  # all gradients are summed elsewhere, by shards
+            ready, before = ended, waiting
+        own[COMPUTE] = max(0.0, ready - began - self._input - before)
         own[SENDING] = self._moved.sending - moved.sending
         own[ROWS] = self._rows
         pairs = zip(self._moved.receiving, moved.receiving, strict=True)
@@ -201,7 +198,10 @@ class StepTimes(Stage):
 
 
 def _time_of(values: Sequence[Any]) -> tf.Tensor:
-    """[seconds since 1970 when `values` are computed, a number to ignore]."""
+    """[seconds since 1970 when `values` are computed, a number to ignore]; zeros for
+    no values."""
+    if not values:
+        return tf.zeros([2], tf.float64)
     dense = [v.values if isinstance(v, tf.IndexedSlices) else v for v in values]
     # On a GPU an operation counts as done when it is queued. A number that is copied
     # to the host shows that the device has computed it, and what was queued before.
