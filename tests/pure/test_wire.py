@@ -5,6 +5,8 @@ Over a connection alone, with checksums, and with memory that both ends share.
 
 import functools
 import socket
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -175,3 +177,50 @@ def test_sizes_that_are_asked_for_need_not_be_those_that_were_sent(pair, ends, s
     assert np.array_equal(came, data)
     done.result(HANG_SECONDS)
     sender.close()
+
+
+WITHHELD_SECONDS = 0.2
+
+
+@pytest.mark.parametrize("ends", ["connection", "checksums"], indirect=True)
+def test_a_send_that_blocks_and_a_block_that_is_under_way_are_timed(pair, ends):
+    sender, block = ends[0](pair[0], 30), np.ones(1 << 23, np.uint8)
+    assert sender.blocked_seconds == 0.0
+    sender.send(b"short")
+    sender.flush()
+    assert sender.blocked_seconds == 0.0
+    sender.send(block)  # more than any buffer of the kernel holds
+    pair[1].recv(1, socket.MSG_PEEK)
+    time.sleep(WITHHELD_SECONDS)
+    received = np.empty_like(block)
+    receiver = ends[1](pair[1], 30)
+    receiver.fill(np.empty(5, np.uint8))
+    receiver.fill(received)
+    sender.flush()
+    assert sender.blocked_seconds >= WITHHELD_SECONDS
+    # A wait for the first bytes is none of the link, and the rest was there.
+    arriving = receiver.arriving_seconds
+    assert arriving < sender.blocked_seconds - WITHHELD_SECONDS / 2
+
+
+def test_a_block_that_comes_bit_by_bit_is_under_way(pair):
+    has_begun = threading.Event()
+
+    class Begun(Receiver):
+        def _receive_into(self, view, flags=0):
+            got = super()._receive_into(view, flags)
+            has_begun.set()
+            return got
+
+    receiver, block = Begun(pair[1], 30), np.ones(1 << 16, np.uint8)
+    filled = in_a_thread(receiver.fill, np.empty_like(block))
+    time.sleep(WITHHELD_SECONDS)  # before it begins
+    began = time.monotonic()
+    pair[0].sendall(block[:1000])
+    assert has_begun.wait(HANG_SECONDS)
+    time.sleep(WITHHELD_SECONDS)
+    pair[0].sendall(block[1000:])
+    filled.result(HANG_SECONDS)
+    passed = time.monotonic() - began
+    # A busy machine may begin to count late.
+    assert WITHHELD_SECONDS / 2 <= receiver.arriving_seconds <= passed

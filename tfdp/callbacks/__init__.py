@@ -15,12 +15,14 @@ from tfdp.callbacks.replica_check import ReplicaCheck
 from tfdp.callbacks.traffic import Traffic
 
 if TYPE_CHECKING:
+    from tfdp.callbacks.stragglers import Stragglers
     from tfdp.tools.callbacks.autotune import Autotune
     from tfdp.tools.callbacks.run_record import RunRecord
     from tfdp.tools.callbacks.step_timeline import StepTimeline
 
 # Imported when first used: public name -> defining module.
-_OF_TOOLS = {
+_WHEN_USED = {
+    "Stragglers": "tfdp.callbacks.stragglers",
     "Autotune": "tfdp.tools.callbacks.autotune",
     "RunRecord": "tfdp.tools.callbacks.run_record",
     "StepTimeline": "tfdp.tools.callbacks.step_timeline",
@@ -37,6 +39,7 @@ __all__ = [
     "ReplicaCheck",
     "RunRecord",
     "StepTimeline",
+    "Stragglers",
     "Traffic",
 ]
-__getattr__, __dir__ = lazy_names(__name__, _OF_TOOLS)
+__getattr__, __dir__ = lazy_names(__name__, _WHEN_USED)

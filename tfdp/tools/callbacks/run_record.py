@@ -29,6 +29,7 @@ from tfdp.cluster.machine import (
 )
 from tfdp.errors import ConfigurationError, RunRecordWarning
 from tfdp.exchange.transport import Transport
+from tfdp.plan.stragglers import SlowWorker
 from tfdp.step.observers import StepMeter, attach, detach
 from tfdp.tools.runs.entries import (
     MOST_NAMES,
@@ -36,6 +37,7 @@ from tfdp.tools.runs.entries import (
     End,
     Entry,
     Epoch,
+    Slow,
     Start,
     Steps,
 )
@@ -271,6 +273,13 @@ class RunRecord(keras.callbacks.Callback):
                 numbers,
             )
         )
+
+    def note_straggler(self, found: SlowWorker) -> None:
+        """Called by `Stragglers` of the same `fit`."""
+        seconds = time.perf_counter() - self._began
+        of_worker = (found.worker, found.cause, found.lost_seconds, found.lost_share)
+        scores = (found.to_best, found.to_own_best)
+        self._write(Slow(self._session_id, found.step, seconds, *of_worker, *scores))
 
     def on_train_end(self, logs: Any = None) -> None:
         self._write_line()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tfdp.checks import is_number
 from tfdp.files.checked_json import is_count
+from tfdp.plan.stragglers import CAUSES, SlowWorker
 from tfdp.tools.runs.lines import KIND, VERSION, number_of
 
 MOST_TEXT, MOST_NAMES = 1000, 200
@@ -82,8 +83,30 @@ class End:
     at_seconds: float  # since the start
 
 
-Entry = Start | Steps | Epoch | End
-KINDS: dict[str, type[Any]] = dict(start=Start, steps=Steps, epoch=Epoch, end=End)
+@dataclasses.dataclass(frozen=True)
+class Slow:
+    """`callbacks.Stragglers` named a worker; see `tfdp.plan.stragglers.SlowWorker`."""
+
+    session: str
+    step: int  # from 0
+    at_seconds: float  # since the start
+    slow_worker: int
+    cause: str
+    lost_seconds: float  # in each step, by each of the others
+    lost_share: float  # of a step
+    to_best: float  # its busy time over that of the fastest worker
+    to_own_best: float
+
+    @property
+    def found(self) -> SlowWorker:
+        of_worker = (self.slow_worker, self.cause, self.lost_seconds, self.lost_share)
+        return SlowWorker(self.step, *of_worker, self.to_best, self.to_own_best)
+
+
+Entry = Start | Steps | Epoch | End | Slow
+KINDS: dict[str, type[Any]] = dict(
+    start=Start, steps=Steps, epoch=Epoch, end=End, slow=Slow
+)
 
 
 def content_from(entry: Entry) -> dict[str, Any]:
@@ -129,6 +152,15 @@ def _text(value: Any) -> str:
     value.encode()  # raises for lone surrogates, which cannot be written
     # Replaces control characters, which a terminal would execute.
     return "".join(sign if sign.isprintable() else " " for sign in value)
+
+
+def _one_of(texts: Sequence[str]) -> Callable[[Any], str]:
+    def check(value: Any) -> str:
+        if value not in texts:
+            raise ValueError(f"none of {', '.join(texts)}")
+        return str(value)
+
+    return check
 
 
 def _whole(least: int, most: int | None = None) -> Callable[[Any], int]:
@@ -179,12 +211,14 @@ CHECKS: dict[str, Callable[[Any], Any]] = {
         # A table has a row for each of these.
         ("workers replicas", _whole(1, MOST_WORKERS)),
         ("steps steps_per_epoch", _whole(1)),
-        ("worker restarts step epoch batch samples", _whole(0)),
+        ("worker slow_worker restarts step epoch batch samples", _whole(0)),
         ("within_bytes between_bytes resident_bytes peak_bytes", _whole(0)),
         ("device_bytes device_peak_bytes", _whole(0)),
         ("began_seconds at_seconds seconds step_seconds", _seconds),
         ("validation_seconds longest_seconds", _seconds),
-        ("input_seconds exchange_seconds", _seconds),
+        ("input_seconds exchange_seconds lost_seconds", _seconds),
+        ("lost_share to_best to_own_best", _seconds),
+        ("cause", _one_of(CAUSES)),
         ("settings versions machine", _mapping(_text)),
         ("loss", _number),
         ("logs", _mapping(_number)),
