@@ -4,8 +4,10 @@ Numbers are small integers and powers of two where nothing is said: sums of them
 exact in float32, in any order.
 """
 
+import collections
 import dataclasses
 import threading
+import time
 import types
 
 import keras
@@ -24,10 +26,22 @@ from tfdp.chain.momentum import Momentum
 from tfdp.chain.norms import NoiseProbe
 from tfdp.chain.reduction import Reduction, Stage, reduce, update_through
 from tfdp.chain.shards import Shards
+from tfdp.chain.step_times import (
+    ARRIVING,
+    COLUMNS,
+    COMPUTE,
+    INPUT,
+    ROWS,
+    SENDING,
+    STEP,
+    WAITING,
+    StepTimes,
+)
 from tfdp.chain.table_rows import Rows
 from tfdp.compression.method import Exchanged, Method
 from tfdp.exchange.compressed import CompressedSums
 from tfdp.exchange.peers import PeerGroup
+from tfdp.hosts.host_link import Exchange, TransferSeconds
 from tfdp.sharding.variables import ShardedVariable, ShardUpdatedVariable
 from tfdp.tracing.rows import Batch
 from tfdp.tracing.rows import Rows as TraceRows
@@ -381,3 +395,100 @@ def test_sharded_gradients_are_scattered_or_reduced_already():
         np.testing.assert_array_equal(reduction.gradients[1], vector)
         np.testing.assert_array_equal(reduction.gradients[2], SUMS[1])
     assert transport.exchanges == [("sum", 1, 0)]
+
+
+class TimedLink:
+    """What `StepTimes` reads of a link."""
+
+    def __init__(self, rank, workers):
+        self.rank, self.workers, self.moved = (
+            rank,
+            workers,
+            TransferSeconds(0.0, (0.0,)),
+        )
+        self.exchanges_of_steps = collections.deque()
+
+    def transfer_seconds(self):
+        return self.moved
+
+
+def step_times_of(rank, workers=2):
+    link = TimedLink(rank, workers)
+    outer = types.SimpleNamespace(link=link)
+    transport = types.SimpleNamespace(outer=outer, seconds_between_hosts=0.0)
+    reducer = types.SimpleNamespace(transport=transport)
+    extended = types.SimpleNamespace(worker_devices=["CPU:0"], reducer=reducer)
+    return StepTimes(types.SimpleNamespace(extended=extended)), link
+
+
+def test_step_times_ride_with_the_next_sum_and_all_workers_read_the_same():
+    workers = [step_times_of(rank)[0] for rank in range(2)]
+    transport = FakeTransport(2)
+
+    class As:  # each worker's only replica is its rank 0
+        def __init__(self, worker):
+            self.worker = worker
+
+        def sum_gradients(self, gradients, riders, rank, **options):
+            return transport.sum_gradients(gradients, riders, self.worker, **options)
+
+    def step(worker, number):
+        stage, own = workers[worker], list(map(tf.constant, GRADIENTS[worker]))
+        stage.begin_step(10 * number + worker, [])
+        reduction = Reduction(own, [None, None], run_of([1, 1]), 0, None)
+        reduce(reduction, [stage], As(worker))
+        # A second sum of the same step: of another optimizer.
+        again = Reduction(list(own), [None, None], run_of([1, 1]), 0, None)
+        reduce(again, [stage], As(worker))
+        return reduction
+
+    for number in range(70):
+        assert_sums(transport.on_replicas(lambda worker, n=number: step(worker, n)))
+        # The time of step 0 has no beginning, and step 1's travels in step 2.
+        found = [stage.read() for stage in workers]
+        if number < 2:
+            assert found == [None, None]
+            continue
+        assert [seen for seen, _ in found] == [number - 1] * 2
+        np.testing.assert_array_equal(found[0][1], found[1][1])
+        rows = [10 * (number - 1), 10 * (number - 1) + 1]
+        np.testing.assert_array_equal(found[0][1][:, ROWS], rows)
+        assert np.all(found[0][1][:, STEP] > 0)
+    assert set(transport.exchanges) == {("sum", 2, 1), ("sum", 2, 0)}
+    assert [seen for seen, _ in workers[0].since(60)] == list(range(61, 69))
+    assert [seen for seen, _ in workers[0].since(-1)] == list(range(5, 69))
+
+
+def test_step_times_split_a_step_into_what_a_worker_did():
+    stage, link = step_times_of(rank=0, workers=4)
+    now = time.time()
+    clock = time.monotonic() - now
+
+    def passes(number, label, begin, end):
+        times = now + begin + clock, now + end + clock
+        link.exchanges_of_steps.append(Exchange(number, label, *times))
+
+    def table(ready, ended, waited, rows):
+        marks = np.array([[now + ready, 0.0, now + ended, 0.0]])
+        return stage._next_table(marks, np.float64(waited), np.float64(rows))
+
+    passes(1, "bucket 1 of 1", 0.5, 0.9)
+    assert not table(0.5, 1.0, waited=2.0, rows=8).any()  # of the first sum
+    passes(2, "number of samples", 3.0, 3.5)
+    passes(3, "bucket 1 of 2", 5.0, 5.75)
+    passes(4, "bucket 2 of 2", 6.0, 6.75)
+    passes(5, "number of samples", 7.25, 7.5)  # of the next step
+    # From 1 to 7: 2 s for the batch, and gradients at 6, after 0.5 s for a sum.
+    link.moved = TransferSeconds(0.75, (0.25, 0.5))
+    stage._moved = TransferSeconds(0.0, (0.0, 0.0))
+    found = table(6.0, 7.0, waited=0.5, rows=4)
+    expected = np.zeros((4, len(COLUMNS)))
+    expected[0, [STEP, INPUT, COMPUTE]] = 6.0, 2.0, 2.5
+    expected[0, [WAITING, SENDING, ROWS]] = 2.0, 0.75, 8
+    expected[[3, 2], ARRIVING] = 0.25, 0.5  # 1 and 2 ranks before
+    # Two clocks are read one after the other, several times: some microseconds.
+    np.testing.assert_allclose(found, expected, atol=1e-2)
+    # Batches of an accumulation: no sum, the same table, and their input adds up.
+    np.testing.assert_array_equal(table(6.0, 7.0, waited=0.25, rows=4), found)
+    later = table(9.0, 9.5, waited=9.9, rows=1)
+    assert later[0, INPUT] == 0.75 and later[0, ROWS] == 8

@@ -214,10 +214,12 @@ def note_in_graph(note: tf.Variable, value: tf.Tensor) -> None:
 
 
 def time_in_graph(after: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Seconds since 1970 when all of `after` are computed, in each run of the graph."""
+    """Seconds since 1970 when all of `after` are computed, in each run of the graph, or
+    now."""
     with tf.device("CPU:0"), tf.control_dependencies(after):
         now = tf.timestamp()
-    run_independently(now.op)
+    if not tf.executing_eagerly():
+        run_independently(now.op)
     return now
 
 

@@ -91,6 +91,10 @@ class Stage:
         optimizers of a model may update different variables."""
         return True
 
+    def begin_step(self, rows: Any, batch: Sequence[tf.Tensor]) -> None:
+        """Called once for a stage that a callback attached, in the graph around the
+        replicas: with this process's rows (None: unknown), and tensors of its batch."""
+
     def before(self, reduction: Reduction) -> None:
         """Called with the replica's own gradients."""
 

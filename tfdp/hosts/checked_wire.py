@@ -129,10 +129,6 @@ class CheckedReceiver(Receiver):
             self._rest = block
         return 0 if is_longer else size
 
-    def _receive_whole(self, view: memoryview) -> None:
-        while view.nbytes:
-            view = view[self._receive_into(view, socket.MSG_WAITALL) :]
-
 
 def _head_of(block: memoryview) -> bytes:
     sizes = SIZES.pack(block.nbytes, checksum_of(block))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import abc
 import contextlib
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -37,6 +38,25 @@ class Compared:
 NOTHING_TO_COMPARE = Compared()
 
 
+class Exchange(NamedTuple):
+    """A finished exchange."""
+
+    number: int  # in the order of their ends
+    label: str
+    start: float  # by `time.monotonic`
+    end: float
+
+
+class TransferSeconds(NamedTuple):
+    """How long data was under way in the exchanges of steps, in total so far."""
+
+    #: That sends were blocked: by the link, or by a peer that did not read.
+    sending: float
+    #: From the first bytes of a block to its last, by distance to the sender: from the
+    #: worker 1, 2, 4 ... ranks before this one.
+    receiving: Sequence[float]
+
+
 class HostLink(abc.ABC):
     """Exchanges between workers. All workers make the same calls in the same order.
 
@@ -48,6 +68,8 @@ class HostLink(abc.ABC):
     name: str = ""  # as in `Communication(engine=...)` and `tfdp info`
     step_channels: tuple[str, ...] = ("step",)  # channels that steps may use at a time
     hosts: list[str]  # by rank: name or address at which this worker reaches the host
+    #: The last exchanges of steps; None: a link that does not record them.
+    exchanges_of_steps: deque[Exchange] | None = None
 
     def __init__(self, rank: int, workers: int, timeout_seconds: float):
         self.rank, self.workers = rank, workers
@@ -129,6 +151,10 @@ class HostLink(abc.ABC):
     @abc.abstractmethod
     def exchange_seconds(self, channel: str) -> float:
         """Total duration of a channel's finished exchanges, waiting included."""
+
+    def transfer_seconds(self) -> TransferSeconds:
+        """Zeros where it is unknown, as in shared memory, which is no link."""
+        return TransferSeconds(0.0, ())
 
     @abc.abstractmethod
     def share_note(

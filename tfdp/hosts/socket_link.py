@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -30,9 +32,11 @@ from tfdp.hosts.host_link import (
     NOTHING_TO_COMPARE,
     Arrays,
     Compared,
+    Exchange,
     HostLink,
     Packed,
     Ranges,
+    TransferSeconds,
 )
 from tfdp.hosts.link_speed import agreed_speed
 from tfdp.hosts.membership import Membership
@@ -51,6 +55,9 @@ from tfdp.hosts.waits import (
 )
 from tfdp.plan.sum_ways import LinkSpeed, SumWays
 
+# More than the exchanges of a step.
+MOST_EXCHANGES = 1024
+
 
 class SocketLink(HostLink):
     """A `HostLink` over TCP; worker 0 listens at `coordinator`.
@@ -61,6 +68,7 @@ class SocketLink(HostLink):
 
     name = "sockets"
     step_channels: tuple[str, ...] = ("step", "ahead")
+    exchanges_of_steps: deque[Exchange]
 
     def __init__(
         self,
@@ -91,6 +99,8 @@ class SocketLink(HostLink):
         self._is_closed = False
         # `close` runs twice: by the program, and at exit.
         self._closing = threading.Lock()
+        self._numbers = itertools.count(1)
+        self.exchanges_of_steps = deque(maxlen=MOST_EXCHANGES)
         self._waits = Waits(rank)
         self._pool = BufferPool()
         of_membership = (rank, workers, connections.control, silence_seconds)
@@ -283,6 +293,14 @@ class SocketLink(HostLink):
     def exchange_seconds(self, channel: str) -> float:
         return self._channels[channel].seconds
 
+    def transfer_seconds(self) -> TransferSeconds:
+        channels = [self._channels[name] for name in self.step_channels]
+        ends = list(zip(*(channel.neighbours for channel in channels), strict=True))
+        return TransferSeconds(
+            sum(one.sender.blocked_seconds for pair in ends for one in pair),
+            [sum(one.receiver.arriving_seconds for one in pair) for pair in ends],
+        )
+
     def on_failure(self, listener: Callable[[str], None]) -> None:
         self._failure_listeners.append(listener)
 
@@ -368,7 +386,11 @@ class SocketLink(HostLink):
                 if failure is error:
                     raise
                 raise failure from error
-            ring.seconds += time.monotonic() - ring.start
+            end = time.monotonic()
+            ring.seconds += end - ring.start
+            if channel in self.step_channels:
+                number = next(self._numbers)
+                self.exchanges_of_steps.append(Exchange(number, label, ring.start, end))
 
     def _end_ring(
         self, ring: Channel, channel: str, error: BaseException

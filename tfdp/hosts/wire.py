@@ -23,6 +23,8 @@ LONGEST_LINE_BYTES = 1 << 20
 LARGEST_TAKE_BYTES = 1 << 20
 # Up to this size the caller's thread sends: waking the sender thread takes longer.
 LARGEST_DIRECT_BYTES = 1 << 16
+# Shorter blocks are not timed: they arrive whole.
+LEAST_TIMED_BYTES = 1 << 15
 
 # An action for the sender thread, or an event that it sets on reaching it.
 Queued = Callable[[], None] | threading.Event
@@ -112,12 +114,18 @@ class Sender:
         # Counts of items queued and of items that the thread has finished.
         self._queued = self._done = 0
         self._taken_bytes = 0
+        self._blocked_seconds = 0.0
         set_timeout(connection, socket.SO_SNDTIMEO, timeout_seconds)
         self._thread: threading.Thread | None = None
 
     @property
     def sent_bytes(self) -> int:
         return self._taken_bytes
+
+    @property
+    def blocked_seconds(self) -> float:
+        """How long the sender thread has sent: the kernel's buffers were full."""
+        return self._blocked_seconds
 
     def send(self, data: np.ndarray | bytes | memoryview) -> None:
         """Sends or queues `data`, which must not change until it is sent."""
@@ -202,10 +210,12 @@ class Sender:
         with self._connection:
             while (item := self._queue.get()) is not None:
                 if not isinstance(item, threading.Event) and self._failure is None:
+                    began = time.monotonic()
                     try:
                         item()
                     except OSError as error:
                         self._failure = self._failure or error
+                    self._blocked_seconds += time.monotonic() - began
                 self._done += 1
                 # Also after a failure: `flush` then raises it.
                 if isinstance(item, threading.Event):
@@ -224,14 +234,25 @@ class Receiver:
     def __init__(self, connection: socket.socket, timeout_seconds: float):
         self._connection = connection
         self._receiving = threading.Lock()
+        #: From the first bytes of blocks to their last, so far.
+        self.arriving_seconds = 0.0
         set_timeout(connection, socket.SO_RCVTIMEO, timeout_seconds)
 
     def fill(self, array: np.ndarray) -> None:
         """Fills `array`, or raises TimeoutError, ConnectionError (closed), OSError."""
-        view = as_bytes(array)
         with self._receiving:
-            while view.nbytes:
-                view = view[self._receive_into(view, socket.MSG_WAITALL) :]
+            self._receive_whole(as_bytes(array))
+
+    def _receive_whole(self, view: memoryview) -> None:
+        began = None
+        if view.nbytes >= LEAST_TIMED_BYTES:
+            # Until its first bytes came, the sender may not have begun.
+            view = view[self._receive_into(view) :]
+            began = time.monotonic()
+        while view.nbytes:
+            view = view[self._receive_into(view, socket.MSG_WAITALL) :]
+        if began is not None:
+            self.arriving_seconds += time.monotonic() - began
 
     def _receive_into(self, view: memoryview, flags: int = 0) -> int:
         try:

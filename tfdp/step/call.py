@@ -25,7 +25,7 @@ from tfdp.chain.table_rows import read_in_place
 from tfdp.data.keras_input import with_none
 from tfdp.data.split import in_parts
 from tfdp.seams.replace import Override, overridden
-from tfdp.step.batch_first import when_batch_is_there
+from tfdp.step.batch_first import tensors_of_this_graph, when_batch_is_there
 from tfdp.step.buffer_synchronization import (
     warn_about_stored,
     warn_about_written,
@@ -137,13 +137,19 @@ class StepCall:
         self.run.note_batch(self.arguments)
 
     def meter(self) -> None:
-        """Lets attached meters count the step, if it trains their model."""
-        for meter in self._observers_of(StepMeter):
-            counts: Any = self.run.batch.counts
-            if self._padded_rows is not None:
-                counts = real_counts(self._padded_rows)
-            rows_here = None if counts is None else sum_of(counts)
+        """Lets attached meters count the step, and stages begin it, if it trains their
+        model."""
+        meters = self._observers_of(StepMeter)
+        if not (meters or self.run.stages):
+            return
+        counts: Any = self.run.batch.counts
+        if self._padded_rows is not None:
+            counts = real_counts(self._padded_rows)
+        rows_here = None if counts is None else sum_of(counts)
+        for meter in meters:
             meter.note(rows_here, self.arguments)
+        for stage in self.run.stages:
+            stage.begin_step(rows_here, tensors_of_this_graph(self.arguments))
 
     def _observers_of(self, kind: type) -> list[Any]:
         is_training = name_of_step(self.fn) == "train_step"
