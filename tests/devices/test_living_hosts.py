@@ -46,10 +46,23 @@ def fit(strategy, optimizer, **options):
         (tfdp.sync.LocalSGD(4, start_step=3), "start_step=3"),
         (tfdp.sync.DiLoCo(across="replicas"), "across='replicas'"),
         (tfdp.sync.DiLoCo(compression=tfdp.compression.Int8()), "compression="),
+        (tfdp.sync.DiLoCo(quorum=3), "DiLoCo.quorum must be from"),
     ],
 )
 def test_a_sync_that_owes_something_to_hosts_is_refused(strategy, sync, words):
-    with pytest.raises(ConfigurationError, match=f"{words}.*min_hosts"):
+    with pytest.raises(ConfigurationError, match=f"(?s){words}.*min_hosts"):
+        fit(
+            strategy,
+            lambda: tfdp.DistributedOptimizer(keras.optimizers.SGD(), sync=sync),
+        )
+
+
+def test_a_quorum_needs_hosts_that_may_come_back():
+    strategy = tfdp.DataParallelStrategy(
+        ["CPU:0", "CPU:1"], communication=tfdp.Communication(hierarchy=(2, 1))
+    )
+    sync = tfdp.sync.DiLoCo(quorum=1)
+    with pytest.raises(ConfigurationError, match="quorum=1.*min_hosts"):
         fit(
             strategy,
             lambda: tfdp.DistributedOptimizer(keras.optimizers.SGD(), sync=sync),

@@ -37,6 +37,10 @@ DILOCO, LOCAL_SGD = tfdp.sync.DiLoCo, tfdp.sync.LocalSGD
         (lambda: DILOCO(mixing=1), "DiLoCo.mixing must be a number from 0 to below 1"),
         (lambda: DILOCO(mixing=-0.5), "Received: -0.5"),
         (lambda: DILOCO(compression="int8"), "Received: 'int8'"),
+        (lambda: DILOCO(quorum=0), "DiLoCo.quorum must be an integer of at least 1"),
+        (lambda: DILOCO(quorum=True), "Received: True"),
+        (lambda: DILOCO(quorum=2, grace_seconds=-1), "DiLoCo.grace_seconds"),
+        (lambda: DILOCO(grace_seconds=1), "quorum=None waits for all hosts"),
         (lambda: checked_sync("diloco"), "sync must be tfdp.sync.DiLoCo"),
         (lambda: checked_sync(DILOCO), "sync must be"),
         (lambda: checked_sync({"method": "Mine"}), "sync must be"),
@@ -55,6 +59,7 @@ def test_what_cannot_be_is_refused(make, words):
         DILOCO(),
         DILOCO(every=50, outer_learning_rate=1, outer_momentum=0, start_step=7),
         DILOCO(every=4, fragments=2, overlap_steps=3, mixing=0.25),
+        DILOCO(every=4, quorum=3, grace_seconds=1.5),
     ],
 )
 def test_a_config_makes_the_same_value(sync):

@@ -100,13 +100,20 @@ class Reference:
         self.velocity = [np.zeros_like(self.outer) for _ in range(workers)]
         self.x, self.y = regression_data(training.ROWS)
 
-    def round(self, present, update, batches):
-        """The updates up to a meeting, by those who take part in it."""
+    def round(self, present, update, batches, starts=None):
+        """The updates up to a meeting, by those who take part in it.
+
+        Args:
+          starts: by rank the update from which it trained, if not the last meeting's;
+            hosts count by the updates that they made.
+        """
+        firsts = [(starts or {}).get(r, update - self.sync.every) for r in present]
         ends = [
-            self._train(rank, range(update - self.sync.every + 1, update + 1), batches)
-            for rank in present
+            self._train(rank, range(first + 1, update + 1), batches)
+            for rank, first in zip(present, firsts, strict=True)
         ]
-        mean = np.mean(ends, axis=0)
+        weights = [update - first for first in firsts]
+        mean = np.average(ends, axis=0, weights=weights)
         if not hasattr(self.sync, "outer_momentum"):
             self.outer = mean
             return

@@ -32,10 +32,13 @@ class Notes(keras.callbacks.Callback):
         self.strategy, self.rank = strategy, strategy.cluster.rank
         self.faults = Faults(folder, self.rank, plans)
         self.path = folder / f"{self.rank}.{os.getpid()}.jsonl"
+        self.held_at = int(plans.get("hold", -1))
         self.step_seconds = float(plans.get("step_seconds", 0.05))
 
     def on_train_batch_begin(self, batch, logs=None):
         self.faults.before_update(self.update)
+        while self.update == self.held_at and not (self.path.parent / "go").exists():
+            time.sleep(0.02)
         time.sleep(self.step_seconds)
         self.start = time.monotonic()
 
@@ -81,7 +84,11 @@ def main(folder, epochs, *plans):
     strategy = tfdp.MultiHostDataParallelStrategy(communication=communication)
     with strategy.scope():
         model = linear_model()
-        sync = tfdp.sync.DiLoCo(every=EVERY)
+        sync = tfdp.sync.DiLoCo(
+            every=EVERY,
+            quorum=int(plans["quorum"]) if "quorum" in plans else None,
+            grace_seconds=float(plans.get("grace", 0)),
+        )
         if plans.get("sync") == "local":
             sync = tfdp.sync.LocalSGD(EVERY)
         optimizer = tfdp.DistributedOptimizer(sgd(), sync=sync)

@@ -5,6 +5,7 @@ class StandInLivingHosts:
     """A host that is present alone."""
 
     comes_back, place, present, epoch = False, (0, 0), (0,), 0
+    workers, skipped_updates = 2, 0
 
     def __init__(self, cluster, communication, settings):
         self.settings = settings

@@ -6,8 +6,8 @@ outer steps and in sending state to a host that joins.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
@@ -20,6 +20,9 @@ from tfdp.exchange.transport import Transport
 from tfdp.hosts.elastic_group import ElasticHosts
 from tfdp.plan.communication import Communication
 
+if TYPE_CHECKING:
+    from tfdp.hosts.quorum_values import QuorumRules
+
 
 class ElasticPipeline(Reducer):
     """A `Reducer` of one host's replicas, with elastic outer steps."""
@@ -28,7 +31,7 @@ class ElasticPipeline(Reducer):
         self, transport: Transport, communication: Communication, hosts: ElasticHosts
     ):
         super().__init__(transport, communication)
-        self._hosts = hosts
+        self.hosts = hosts
         self._calls = LinkCalls()
 
     @property
@@ -68,23 +71,61 @@ class ElasticPipeline(Reducer):
         """
 
         def meet(update: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
-            means, outcome = self._hosts.meet(int(update), arrays)
+            means, outcome = self.hosts.meet(int(update), arrays)
             return [*means, np.array(outcome, np.int32)]
 
         specs = [tf.TensorSpec(value.shape, value.dtype) for value in values]
         specs.append(tf.TensorSpec([], tf.int32))
+        *means, outcome = self._on_first(meet, [update, *values], specs, rank)
+        return means, outcome
+
+    def begin_quorum(self, rules: QuorumRules, values: Tensors) -> None:
+        """While a graph is built: what `meet_quorum` will exchange, and how."""
+        like = [np.zeros(v.shape, v.dtype.as_numpy_dtype) for v in values]
+        self.hosts.begin_quorum(rules, like)
+
+    def meet_quorum(
+        self, update: tf.Tensor, weight: tf.Tensor, values: Tensors, rank: int
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """As `meet`, for a quorum; see `ElasticHosts.meet_quorum`, whose three numbers
+        are one int32 tensor."""
+
+        def meet(
+            update: np.ndarray, weight: np.ndarray, *arrays: np.ndarray
+        ) -> list[np.ndarray]:
+            found = self.hosts.meet_quorum(int(update), float(weight), arrays)
+            means, *numbers = found
+            return [*means, np.array(numbers, np.int32)]
+
+        specs = [tf.TensorSpec(value.shape, value.dtype) for value in values]
+        specs.append(tf.TensorSpec([3], tf.int32))
+        *means, state = self._on_first(meet, [update, weight, *values], specs, rank)
+        return means, state
+
+    def next_round(self, values: Tensors, rank: int) -> list[tf.Tensor]:
+        """See `ElasticHosts.next_round`; `values`: those of the round before."""
+        specs = [tf.TensorSpec(value.shape, value.dtype) for value in values]
+        return self._on_first(self.hosts.next_round, [], specs, rank)
+
+    def _on_first(
+        self,
+        function: Callable[..., list[np.ndarray]],
+        values: Tensors,
+        specs: Sequence[tf.TensorSpec],
+        rank: int,
+    ) -> list[tf.Tensor]:
+        """What `function` returns to the first replica, on all replicas."""
         if rank == 0:
-            results = self._calls.call(meet, [update, *values], specs)
+            results = self._calls.call(function, values, specs)
         else:
             results = [tf.zeros(spec.shape, spec.dtype) for spec in specs]
-        *means, outcome = (self.broadcast(result, rank) for result in results)
-        return means, outcome
+        return [self.broadcast(result, rank) for result in results]
 
     def exchange_state(self, values: Tensors) -> list[tf.Tensor]:
         """See `ElasticHosts.exchange_state`; in cross-replica context."""
 
         def exchange(*arrays: np.ndarray) -> list[np.ndarray]:
-            return self._hosts.exchange_state(arrays)
+            return self.hosts.exchange_state(arrays)
 
         specs = [tf.TensorSpec(value.shape, value.dtype) for value in values]
         return self._calls.call(exchange, values, specs)

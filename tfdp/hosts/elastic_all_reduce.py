@@ -152,7 +152,7 @@ class OuterAllReduce:
         brought = {rank: arrays for rank, (_, arrays) in wires.items()}
         brought[group.rank] = self._arrays
         self._refuse_too_few(len(brought), [wire for wire, _ in wires.values()])
-        means = _means([brought[rank] for rank in sorted(brought)])
+        means = mean_of([brought[rank] for rank in sorted(brought)])
         holders = self._for_each(
             list(wires), lambda rank, stop: self._hand_out(rank, wires[rank][0], means)
         )
@@ -299,7 +299,7 @@ class OuterAllReduce:
             view.members = tuple(sorted({*members, *joined}))
 
 
-def _means(brought: Sequence[Arrays]) -> Arrays:
+def mean_of(brought: Sequence[Sequence[np.ndarray]]) -> Arrays:
     """The mean of each array, added in the order of ranks, in its own type."""
     totals = [np.array(array) for array in brought[0]]
     for arrays in brought[1:]:
@@ -307,3 +307,24 @@ def _means(brought: Sequence[Arrays]) -> Arrays:
             np.add(total, array, out=total)
     count = len(brought)
     return [(total / count).astype(total.dtype, copy=False) for total in totals]
+
+
+def weighted_mean_of(
+    weights: Sequence[float], brought: Sequence[Sequence[np.ndarray]]
+) -> Arrays:
+    """The mean of each array by weights, added in this order, in its own type.
+
+    With equal weights, or none above 0, the bits are those of the plain mean.
+    """
+    total = sum(weights)
+    if len(set(weights)) == 1 or not total > 0:
+        return mean_of(brought)
+    shares = [weight / total for weight in weights]
+    means = []
+    for arrays in zip(*brought, strict=True):
+        parts = [
+            array * array.dtype.type(share)
+            for share, array in zip(shares, arrays, strict=True)
+        ]
+        means.append(np.asarray(sum(parts[1:], start=parts[0])))
+    return means

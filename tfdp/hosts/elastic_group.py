@@ -28,7 +28,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -49,6 +49,10 @@ from tfdp.hosts.host_link import Arrays
 from tfdp.hosts.listener import listen_at
 from tfdp.hosts.rendezvous import parse_address
 from tfdp.hosts.wire import read_line
+
+if TYPE_CHECKING:
+    from tfdp.hosts.elastic_quorum import QuorumRounds
+    from tfdp.hosts.quorum_values import QuorumRules, Round
 
 # Outcomes of an all-reduce: done; done, and this host must send the state; left out.
 MET, GIVES, LEFT_OUT = 0, 1, 2
@@ -100,6 +104,10 @@ class ElasticHosts:
             threading.Condition(),
         )
         self._to_give: list[Peer] = []
+        self._quorum: QuorumRounds | None = None
+        self._rounds: list[Round] = []
+        #: Updates that this host left out; see `meet_quorum`.
+        self.skipped_updates = 0
         self._ended = threading.Event()
         self._closing = threading.Lock()
         self._begins = False
@@ -168,7 +176,8 @@ class ElasticHosts:
             self._to_give = wait_for_beginners(self._group, self._say)
         peers, self._to_give = self._to_give, []
         if peers:
-            give_state(self._group, peers, mine, self._say)
+            admit = None if self._quorum is None else self._quorum.admit
+            give_state(self._group, peers, mine, self._say, admit)
         return mine
 
     def meet(self, update: int, arrays: Arrays) -> tuple[list[np.ndarray], int]:
@@ -199,6 +208,49 @@ class ElasticHosts:
             self._about(update)(f"members are now workers {ranks}")
         return means, GIVES if self._to_give else MET
 
+    def begin_quorum(self, rules: QuorumRules, like: Arrays) -> None:
+        """Before `meet_quorum`: sets rules and the shapes of arrays; the same again has
+        no effect."""
+        if self._quorum is None:
+            from tfdp.hosts import elastic_quorum
+
+            own = self._group, rules, like, self._say
+            self._quorum = elastic_quorum.QuorumRounds(*own)
+
+    def meet_quorum(
+        self, update: int, weight: float, arrays: Arrays
+    ) -> tuple[list[np.ndarray], int, int, int]:
+        """As `meet`, for a quorum (`tfdp.hosts.elastic_quorum`), weighted by `weight`.
+
+        Returns the means, the outcome, how many more rounds `next_round` returns, and
+        how many updates the others are ahead after these. Call `begin_quorum` first.
+        """
+        group, quorum = self._group, self._quorum
+        if quorum is None:
+            raise RuntimeError("begin_quorum was not called")
+        group.view.at = update
+        try:
+            rounds, skipped = quorum.meet(update, weight, arrays)
+        except LeftOutError:
+            quorum.disconnect()
+            self._leave_group(update)
+            return [np.asarray(array) for array in arrays], LEFT_OUT, 0, 0
+        finally:
+            group.view.at = None
+        if quorum.leader == self.rank and not self._to_give:
+            with group.changed:
+                self._to_give = group.listener.take_joiners()
+        self._rounds = rounds
+        self.skipped_updates += skipped
+        outcome = GIVES if self._to_give else MET
+        more = len(rounds) - 1
+        return self.next_round(), outcome, more, skipped
+
+    def next_round(self) -> list[np.ndarray]:
+        """The means of the next round that this host missed; see `meet_quorum`."""
+        # Copies: others may get the same means later, and TensorFlow may reuse arrays.
+        return [mean.copy() for mean in self._rounds.pop(0).means]
+
     def _about(self, update: int) -> Callable[[str], None]:
         return lambda line: self._say(
             f"worker {self.rank}, all-reduce after update {update}: {line}"
@@ -224,6 +276,8 @@ class ElasticHosts:
                 deadline = time.monotonic() + group.timeout_seconds
                 with contextlib.suppress(OSError, ValueError):
                     state = receive_state(group, leader, arrays, self._ended)
+                    if self._quorum is not None:
+                        self._quorum.joined(leader)
                     members = ", ".join(map(str, group.view.members))
                     self._say(
                         f"worker {self.rank} joins after update {group.view.done} "
@@ -270,6 +324,8 @@ class ElasticHosts:
             if self._ended.is_set():
                 return
             self._ended.set()
+        if self._quorum is not None:
+            self._quorum.close()
         self._group.listener.close()
         for peer in self._to_give:
             peer.connection.close()

@@ -316,14 +316,29 @@ def _detector_of(group: Members, rank: int) -> FailureDetector:
 
 
 def give_state(
-    group: Members, peers: Sequence[Peer], arrays: list[np.ndarray], say: Say
+    group: Members,
+    peers: Sequence[Peer],
+    arrays: list[np.ndarray],
+    say: Say,
+    admit: Callable[[Peer], None] | None = None,
 ) -> None:
-    """Sends the state to all of them in parallel."""
+    """Sends the state to all of them in parallel. They are members already; `admit`
+    makes one that has the state a member instead."""
+
+    def give(peer: Peer) -> None:
+        _give_one(group, peer, arrays, say, admit)
+
     with concurrent.futures.ThreadPoolExecutor(len(peers)) as threads:
-        list(threads.map(lambda peer: _give_one(group, peer, arrays, say), peers))
+        list(threads.map(give, peers))
 
 
-def _give_one(group: Members, peer: Peer, arrays: list[np.ndarray], say: Say) -> None:
+def _give_one(
+    group: Members,
+    peer: Peer,
+    arrays: list[np.ndarray],
+    say: Say,
+    admit: Callable[[Peer], None] | None,
+) -> None:
     rank = peer.hello.rank
     if peer.hello.terms != fingerprint_of_arrays(arrays):
         reason = (
@@ -336,9 +351,17 @@ def _give_one(group: Members, peer: Peer, arrays: list[np.ndarray], say: Say) ->
     detector = _detector_of(group, rank)
     wire = Watched(peer.connection, detector.check)
     try:
-        wire.send_line(group.agreement(list(group.view.members)))
+        with group.changed:
+            members = set(group.view.members)
+            if admit is not None:
+                group.view.addresses[rank] = peer.address
+                members.add(rank)
+            agreement = group.agreement(sorted(members))
+        wire.send_line(agreement)
         wire.send(*arrays)
         wire.receive_line()
+        if admit is not None:
+            admit(peer)
     except (OSError, ValueError) as error:
         # It joins again, or the next all-reduce detects its loss.
         say(f"worker {rank} did not receive the state: {error}")

@@ -218,6 +218,8 @@ class ElasticListener:
         self._on = {"start": on_start, "lives": on_lives}
         self._peers: dict[tuple[str, int], Peer] = {}  # by kind ("come", "join"), rank
         self._is_closed = False
+        #: Whether hosts of any epoch may come; the caller of `take` checks them.
+        self.keeps_late = False
         self._listener = Listener(listeners, secret, PURPOSE, parse_hello)
         name = "tfdp-elastic-listener"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -267,8 +269,12 @@ class ElasticListener:
             send_and_close(peer.connection, self._answer(hello))
             return
         with self._changed:
-            is_member = hello.rank in view.members and hello.session == view.session
-            if hello.kind == "join" or (is_member and hello.epoch == view.epoch):
+            is_of_group = hello.session == view.session
+            is_member = hello.rank in view.members and is_of_group
+            may_come = (is_member and hello.epoch == view.epoch) or (
+                self.keeps_late and is_of_group
+            )
+            if hello.kind == "join" or may_come:
                 earlier = self._peers.pop((hello.kind, hello.rank), None)
                 self._peers[hello.kind, hello.rank] = peer
                 self._changed.notify_all()

@@ -38,7 +38,7 @@ from tfdp.sync.local_sgd import LocalSGD
 from tfdp.sync.rounds import Sync
 from tfdp.tracing.batch_weight import batch_weight
 from tfdp.tracing.keras_steps import as_tensors
-from tfdp.tracing.run import current_run
+from tfdp.tracing.run import Step, current_run
 
 
 # A LossScaleOptimizer, so that Keras does not wrap it in another one under float16.
@@ -142,7 +142,7 @@ class DistributedOptimizer(hooks.LossScaleHooks):
             # An attribute, so that checkpoints track it.
             self._local_values = self._rounds and self._rounds.values.stored
 
-    def train_apart(self, layer_state: Sequence[Any]) -> None:
+    def train_apart(self, layer_state: Sequence[Any], run: Step) -> None:
         """Called before a local step; `layer_state`: variables without an optimizer."""
         if self._rounds is None:
             raise ConfigurationError(
@@ -152,7 +152,7 @@ class DistributedOptimizer(hooks.LossScaleHooks):
                 "the strategy's scope first."
             )
         self._rounds.keep_layer_state(layer_state)
-        self._rounds.before_step()
+        self._rounds.before_step(run)
 
     @property
     def rounds(self) -> Rounds | None:

@@ -61,6 +61,9 @@ class ElasticRounds:
         with tf.device(self._devices[0]):
             tf.cond(self._exchanges, exchange, lambda: tf.constant(False))
 
+    def note_rows(self, rows: tf.Tensor) -> None:
+        """Before a step, outside of replicas: how many rows this host reads."""
+
     def synchronize(
         self,
         count: tf.Tensor,

@@ -120,7 +120,7 @@ def begin_local_run(
     for place, optimizer in enumerate(syncs):
         # What layers store belongs to the model: its first optimizer handles it.
         state = step.__self__.non_trainable_variables if place == 0 else ()
-        optimizer.train_apart([variable.value for variable in state])
+        optimizer.train_apart([variable.value for variable in state], run)
 
 
 def refuse_in_local_run(run: Step) -> None:

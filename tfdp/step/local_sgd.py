@@ -88,6 +88,11 @@ class Rounds(Stage):
             self._make_room(strategy)
         #: Elastic training: hosts may die and rejoin; else None.
         self._elastic = elastic_rounds(sync, strategy, self._state_of_host)
+        if isinstance(sync, DiLoCo) and sync.quorum is not None:
+            from tfdp.step.quorum_rounds import quorum_rounds
+
+            own = strategy, self._elastic, self._state_of_host, self._skip
+            self._elastic = quorum_rounds(sync, *own)
 
     def _state_of_host(self) -> list[LocalView]:
         """All state that a joining host needs."""
@@ -96,11 +101,21 @@ class Rounds(Stage):
         found += [variable for variable in own if isinstance(variable, LocalView)]
         return list({id(variable): variable for variable in found}.values())
 
-    def before_step(self) -> None:
+    def before_step(self, run: Step) -> None:
         """Call it outside of replicas."""
         self.values.settle()
         if self._elastic is not None:
             self._elastic.before_step()
+            self._elastic.note_rows(run.total_in_group(0))
+
+    def _skip(self, updates: tf.Tensor, rank: int) -> None:
+        """Counts updates that this host leaves out, for schedules, too."""
+        optimizer = self._optimizer
+        counters = [self._updates]
+        counters += [o.iterations.value for o in (optimizer, optimizer.inner_optimizer)]
+        for counter in {id(counter): counter for counter in counters}.values():
+            own = own_copy(counter, rank)
+            own.assign_add(tf.cast(updates, own.dtype))
 
     def _make_room(self, strategy: tf.distribute.Strategy) -> None:
         # In-flight values are part of checkpoints.

@@ -102,6 +102,7 @@ class _FitAmongHosts:
             # This host has joined meanwhile, at its peer's position.
             self._ahead += _number(self._hosts.place, batches)
             self._ahead -= _number(self._announced, batches)
+        self._ahead += self._skipped_batches()
         mine = epoch * batches + batch + self._ahead
         self._announced = self._hosts.place = divmod(mine, batches)
         left = self._epochs * batches - mine
@@ -110,6 +111,10 @@ class _FitAmongHosts:
         if is_last or left <= 0:
             self._model.stop_training = True
         return left > 0
+
+    def _skipped_batches(self) -> int:
+        updates, self._hosts.skipped_updates = self._hosts.skipped_updates, 0
+        return updates * getattr(self._model.optimizer, "accumulate_steps", 1)
 
 
 def _number(place: tuple[int, int], batches: int) -> int:

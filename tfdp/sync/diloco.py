@@ -28,6 +28,8 @@ class DiLoCo(Sync):
 
         w_i <- alpha w_i + (1 - alpha) w_(t+1)
 
+    With `quorum` a round does not wait for late hosts; see below.
+
     Args:
       every: updates in a round, at least 1.
       outer_learning_rate: lr, at least 0.
@@ -44,6 +46,27 @@ class DiLoCo(Sync):
       across: "hosts": replicas of a host exchange gradients in every step, hosts
         synchronize once per round. "replicas": each replica trains independently.
       start_step: plain synchronous updates before the first round, at least 0.
+      quorum: K, how many of the H hosts a round waits for, from
+        `Communication(min_hosts=...)`, which it needs, to H. None, or H: for all. If
+        fewer than K are alive, for those.
+      grace_seconds: how long a round then waits for the other hosts, at least 0.
+
+    With a quorum below H only hosts that come in time count, each by the rows n_i that
+    it has read since its last round:
+
+        d = sum over i of n_i (w_t - w_i) / sum over i of n_i
+
+    A late host loses its updates of that round. It starts from the outer weights that
+    the others have by then, with its own inner optimizer, and skips as many updates as
+    they have made since, so that it is in time for their next round. One that missed
+    more than two rounds gets the state of a peer, as a host that joins.
+
+    A host that is always slower than the others by more than `grace_seconds` in a round
+    counts little: it comes after each round, skips to where the others are, and counts
+    by the few rows it then reads before the next one; if it needs twice as long as they
+    do, it may be late each time and never count. Give such a host smaller batches (a
+    host counts by its rows), or raise `grace_seconds` to what it needs longer, or leave
+    `quorum` out.
 
     Raises:
       ConfigurationError: when a value is out of its range.
@@ -51,7 +74,8 @@ class DiLoCo(Sync):
     Cost: for n bytes of weights on H hosts 2 n (H - 1) / H bytes on the wire per host
     and round, in `fragments` exchanges, and nothing in between; 2 n bytes more memory
     on each device, with `overlap_steps` 3 n. These hide an exchange between hosts,
-    except for that of `compression`, for which training waits.
+    except for that of `compression`, for which training waits. With a quorum, 3 n bytes
+    more host memory, and all traffic passes through one host: H n bytes there.
 
     >>> DiLoCo(every=50, start_step=500).outer_momentum
     0.9
@@ -59,7 +83,8 @@ class DiLoCo(Sync):
     Sources: Douillard et al. 2023, "DiLoCo: distributed low-communication training of
     language models", Algorithm 1, with its outer values 0.7 and 0.9. Douillard et al.
     2025, "Streaming DiLoCo with overlapping communication", Algorithm 2 (fragments,
-    tau and alpha; its outer learning rate is 0.4).
+    tau and alpha; its outer learning rate is 0.4). Douillard et al. 2026, "Decoupled
+    DiLoCo" (arXiv 2604.21428: quorum, grace window, weights).
 
     Differs from the papers: `start_step` makes their earlier synchronous updates in the
     same training. Fragments are of variables, not of transformer blocks. Layers' state
@@ -75,6 +100,8 @@ class DiLoCo(Sync):
     compression: Compression | None = None
     across: str = "hosts"
     start_step: int = 0
+    quorum: int | None = None
+    grace_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -97,6 +124,18 @@ class DiLoCo(Sync):
                 f"overlap_steps={self.overlap_steps}, every={self.every}."
             )
         self._check_compression()
+        self._check_quorum()
+
+    def _check_quorum(self) -> None:
+        if self.quorum is not None:
+            check_whole(self, "quorum", 1)
+        check_fraction(self, "grace_seconds", below_one=False)
+        if self.grace_seconds and self.quorum is None:
+            raise ConfigurationError(
+                "DiLoCo.grace_seconds is how long a round waits after its quorum, and "
+                "quorum=None waits for all hosts. Give a quorum, or leave "
+                f"grace_seconds out. Received: grace_seconds={self.grace_seconds:g}."
+            )
 
     @property
     def local_share(self) -> float:

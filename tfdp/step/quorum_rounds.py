@@ -1,0 +1,109 @@
+"""Outer steps for which a quorum of the hosts suffices: `DiLoCo(quorum=...)`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import tensorflow as tf
+
+from tfdp._private.names import ResourceVariable
+from tfdp.errors import ConfigurationError
+from tfdp.exchange.elastic_pipeline import ElasticPipeline
+from tfdp.hosts.elastic_group import LEFT_OUT, MET
+from tfdp.hosts.quorum_values import QuorumRules
+from tfdp.step.elastic_rounds import ElasticRounds, State
+from tfdp.sync.diloco import DiLoCo
+
+# Each costs a copy of the weights in host memory.
+KEPT_ROUNDS = 2
+
+Skip = Callable[[tf.Tensor, int], None]
+
+
+class QuorumElasticRounds(ElasticRounds):
+    """The means are weighted by the rows that a host has read since its last round.
+
+    A late host moves by the rounds that it missed, starts from there, and skips the
+    updates that its peers have made meanwhile, so that it is in time for the next
+    round: `skip` is called with their number.
+    """
+
+    def __init__(
+        self,
+        pipeline: ElasticPipeline,
+        devices: Sequence[str],
+        state: State,
+        rules: QuorumRules,
+        skip: Skip,
+    ):
+        super().__init__(pipeline, devices, state)
+        self._rules, self._skip = rules, skip
+        with tf.init_scope(), tf.device(devices[0]):
+            self._rows = ResourceVariable(tf.constant(0.0), trainable=False)
+
+    def note_rows(self, rows: tf.Tensor) -> None:
+        with tf.device(self._devices[0]):
+            self._rows.assign_add(rows)
+
+    def synchronize(
+        self,
+        count: tf.Tensor,
+        values: Sequence[tf.Tensor],
+        rank: int,
+        move: Callable[[Sequence[tf.Tensor]], tf.Tensor],
+    ) -> tf.Tensor:
+        self._pipeline.begin_quorum(self._rules, values)
+        rows = self._rows.read_value() if rank == 0 else tf.constant(0.0)
+        means, state = self._pipeline.meet_quorum(count, rows, values, rank)
+        outcome, more, skipped = tf.unstack(state)
+        if rank == 0:
+            self._exchanges.assign(tf.not_equal(outcome, MET))
+            with tf.control_dependencies([outcome]):
+                self._rows.assign(tf.constant(0.0))
+        left = tf.where(tf.equal(outcome, LEFT_OUT), 0, more + 1)
+
+        def round_after(left: tf.Tensor, *means: tf.Tensor) -> tuple[tf.Tensor, ...]:
+            move(means)
+            following = tf.cond(
+                left > 1,
+                lambda: self._pipeline.next_round(means, rank),
+                lambda: list(means),
+            )
+            return (left - 1, *following)
+
+        (left, *_) = tf.while_loop(
+            lambda left, *_: left > 0, round_after, (left, *means)
+        )
+        self._skip(skipped, rank)
+        return tf.constant(True)
+
+
+def quorum_rounds(
+    sync: DiLoCo,
+    strategy: tf.distribute.Strategy,
+    elastic: ElasticRounds | None,
+    state: State,
+    skip: Skip,
+) -> ElasticRounds:
+    """For a sync with a quorum; `elastic`, as without one, where it is that of all.
+
+    `skip`: called in a replica with a number of updates that this host leaves out.
+    """
+    pipeline, quorum = strategy.extended.reducer, sync.quorum
+    if elastic is None or not isinstance(pipeline, ElasticPipeline) or quorum is None:
+        raise ConfigurationError(
+            f"DiLoCo(quorum={quorum}) goes on without late hosts, which needs "
+            "Communication(min_hosts=...), of at most the quorum, and several hosts "
+            "(tfdp.MultiHostDataParallelStrategy). Give it, or leave out quorum."
+        )
+    hosts, least = pipeline.hosts.workers, pipeline.communication.min_hosts
+    if not (least or 1) <= quorum <= hosts:
+        raise ConfigurationError(
+            f"DiLoCo.quorum must be from Communication(min_hosts={least}) to the "
+            f"number of hosts, {hosts}. Received: {quorum}."
+        )
+    if quorum == hosts:
+        return elastic
+    rules = QuorumRules(quorum, sync.grace_seconds, sync.every, KEPT_ROUNDS)
+    devices = strategy.extended.worker_devices
+    return QuorumElasticRounds(pipeline, devices, state, rules, skip)
