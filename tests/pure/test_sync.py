@@ -37,7 +37,10 @@ DILOCO, LOCAL_SGD = tfdp.sync.DiLoCo, tfdp.sync.LocalSGD
         (lambda: DILOCO(mixing=1), "DiLoCo.mixing must be a number from 0 to below 1"),
         (lambda: DILOCO(mixing=-0.5), "Received: -0.5"),
         (lambda: DILOCO(compression="int8"), "Received: 'int8'"),
-        (lambda: checked_sync("diloco"), "sync must be tfdp.sync.DiLoCo"),
+        (
+            lambda: checked_sync("diloco"),
+            "sync must be one of tfdp.sync.BoundedStaleness",
+        ),
         (lambda: checked_sync(DILOCO), "sync must be"),
         (lambda: checked_sync({"method": "Mine"}), "sync must be"),
     ],
