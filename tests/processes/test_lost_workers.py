@@ -74,6 +74,18 @@ def test_who_waits_in_a_collective_of_tensorflow_is_told(how):
         assert time_of("ended", text) - time_of("failing", output) < SOON_SECONDS
 
 
+@pytest.mark.worth_seconds(30)
+@pytest.mark.parametrize("how, sync", [("kill", "bounded"), ("stop", "delayed")])
+def test_who_waits_for_a_late_sum_is_told(how, sync):
+    """In the step that must have the sum, up to two steps after the failure."""
+    survivors, output = lose_a_worker(how, "auto", sync)
+    for rank, text in survivors.items():
+        said = rf"WorkerLostError: Worker {rank} waited .*{FAILURES[how]}"
+        assert re.search(said, text), text
+        assert "(gradients of update" in text
+        assert time_of("ended", text) - time_of("failing", output) < SOON_SECONDS
+
+
 # What ends worker 1 with 0 -> what the launcher says of it.
 LEFT_EARLY = {
     "if RANK == 1: sys.exit(0)": "before it joined the training (it never made a",

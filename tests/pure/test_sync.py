@@ -41,7 +41,10 @@ DILOCO, LOCAL_SGD = tfdp.sync.DiLoCo, tfdp.sync.LocalSGD
         (lambda: DILOCO(quorum=True), "Received: True"),
         (lambda: DILOCO(quorum=2, grace_seconds=-1), "DiLoCo.grace_seconds"),
         (lambda: DILOCO(grace_seconds=1), "quorum=None waits for all hosts"),
-        (lambda: checked_sync("diloco"), "sync must be tfdp.sync.DiLoCo"),
+        (
+            lambda: checked_sync("diloco"),
+            "sync must be one of tfdp.sync.BoundedStaleness",
+        ),
         (lambda: checked_sync(DILOCO), "sync must be"),
         (lambda: checked_sync({"method": "Mine"}), "sync must be"),
     ],

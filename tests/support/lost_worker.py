@@ -1,6 +1,6 @@
 """A training in which one worker fails; it prints when that was.
 
-python -m tests.support.lost_worker HOW SILENCE_SECONDS TIMEOUT_SECONDS [ENGINE]
+python -m tests.support.lost_worker HOW SILENCE_SECONDS TIMEOUT_SECONDS [ENGINE [SYNC]]
 
 With the engine "tensorflow" it fails inside of a step, when the others are in a
 collective; else between two steps.
@@ -19,6 +19,10 @@ from tests.support.parity import classification_data, dense_model
 from tfdp.exchange import over_collectives
 
 FAILING_WORKER = 1
+SYNCS = {
+    "delayed": tfdp.sync.Delayed(1),
+    "bounded": tfdp.sync.BoundedStaleness(2),
+}
 
 
 def fail(how):
@@ -83,7 +87,11 @@ def main():
         if fails_in_step:
             # A call of Python on all of them: the same model everywhere.
             model = failing_in_step(model, is_failing)
-        model.compile("sgd", "sparse_categorical_crossentropy", jit_compile=False)
+        optimizer = keras.optimizers.SGD(0.01)
+        if len(sys.argv) > 5:
+            sync = SYNCS[sys.argv[5]]
+            optimizer = tfdp.DistributedOptimizer(optimizer, sync=sync)
+        model.compile(optimizer, "sparse_categorical_crossentropy", jit_compile=False)
     x, y = classification_data(96)
     callbacks = [Fail()] if is_failing and not fails_in_step else []
     try:

@@ -102,7 +102,11 @@ class Stage:
         """Called with the sums, after the stages behind this one."""
 
     def around(self, reduction: Reduction, update: Callable[[], Any]) -> None:
-        """Makes the update from the sums, which calls the stages behind this one."""
+        """Makes the update from the sums, which calls the stages behind this one.
+
+        `update` uses what `reduction.gradients` holds when it is called; it may be
+        called several times, in conditionals, or not at all.
+        """
         update()
 
 

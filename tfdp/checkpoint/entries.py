@@ -25,16 +25,13 @@ import tensorflow as tf
 from tfdp._private.names import SyncOnReadVariable
 from tfdp._private.variable_hooks import assign_each
 from tfdp.chain.compression import compression_entries
-from tfdp.sharding.updates import ACCUMULATOR_NAME, shards_of
+from tfdp.sharding.updates import ACCUMULATOR_NAME, WEIGHT_NAME, shards_of
 from tfdp.sharding.variables import ShardedVariable
-from tfdp.step.find_optimizers import optimizers_of
+from tfdp.step.find_optimizers import make_equal, optimizers_of
 from tfdp.variables.global_seed import global_seed_states
 from tfdp.variables.local_view import LocalView
 from tfdp.variables.mirrored import is_seed_state
 from tfdp.variables.own_values import OfRanks, OwnSums
-
-# The weight of the accumulated batches of all replicas; equal on each of them.
-WEIGHT_NAME = "accumulated_weight"
 
 
 @dataclass(frozen=True)
@@ -73,6 +70,8 @@ def entries_of(model: keras.Model) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     seen: set[int] = set()
     optimizers = optimizers_of(model)
+    for optimizer in optimizers:
+        make_equal(optimizer)
     rules = _rules_of_differing(model, optimizers)
 
     def add(group: str, variables: Any) -> None:

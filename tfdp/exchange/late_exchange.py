@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from tfdp.exchange.ordering import LinkCalls
 from tfdp.exchange.packing import Tensors
 from tfdp.hosts.async_exchanges import AsyncSums
+from tfdp.lint.registry import register_exchanged
+
+Give = Callable[..., None]
+Decide = Callable[[], int]
 
 
 class AsyncExchange:
@@ -29,15 +35,28 @@ class AsyncExchange:
 
         `take` finds them by `ticket`. Returns a tensor that exists after the start.
         """
+
+        def begin(*arrays: np.ndarray) -> None:
+            self.sums.begin(ticket, arrays, label)
+
+        return self.hand_over(begin, tensors, rank)
+
+    def hand_over(self, give: Give, tensors: Tensors, rank: int) -> tf.Tensor:
+        """Gives this host's sums to `give`, which must not wait, in one order of calls
+        on all hosts. Every replica calls it, in a graph; returns a tensor that exists
+        after the call."""
         sums = self._inner.reduce(tensors, rank)
         if rank:
             return tf.constant(True)
+        return self._outer.call(_noting(give), sums, [tf.constant(True)])[0]
 
-        def begin(*arrays: np.ndarray) -> list[np.ndarray]:
-            self.sums.begin(ticket, arrays, label)
-            return [np.array(True)]
-
-        return self._outer.call(begin, sums, [tf.constant(True)])[0]
+    def decide(self, number: Decide, after: tf.Tensor, rank: int) -> tf.Tensor:
+        """What `number` returns when `after` exists, called on the first replica: an
+        int32, equal on all replicas of this host."""
+        decided = tf.zeros([], tf.int32)
+        if not rank:
+            decided = self._outer.call(_number(number), [after], [decided])[0]
+        return register_exchanged(self._inner.broadcast([decided], rank)[0])
 
     def take(self, otherwise: Tensors, rank: int, ticket: int) -> list[tf.Tensor]:
         """Waits for the sums of `ticket`; returns them on all replicas of this host.
@@ -57,3 +76,41 @@ class AsyncExchange:
     def close(self) -> None:
         """Waits for exchanges that other hosts wait for, too."""
         self.sums.close()
+
+
+class SumsAtOnce:
+    """As `AsyncExchange`, for simulated hosts: sums are complete when they begin.
+
+    `reducer` sums over all replicas of this process.
+    """
+
+    sums: AsyncSums | None = None
+
+    def __init__(self, reducer: Any):
+        self._reducer = reducer
+        self._calls = LinkCalls()
+
+    def hand_over(self, give: Give, tensors: Tensors, rank: int) -> tf.Tensor:
+        sums = self._reducer.all_reduce(tensors, rank)
+        if rank:
+            return tf.constant(True)
+        return self._calls.call(_noting(give), sums, [tf.TensorSpec([], tf.bool)])[0]
+
+    def decide(self, number: Decide, after: tf.Tensor, rank: int) -> tf.Tensor:
+        decided = tf.zeros([], tf.int32)
+        if not rank:
+            specs = [tf.TensorSpec([], tf.int32)]
+            decided = self._calls.call(_number(number), [after], specs)[0]
+        return tf.convert_to_tensor(self._reducer.broadcast(decided, rank))
+
+
+def _noting(give: Give) -> Callable[..., list[np.ndarray]]:
+    def call(*arrays: np.ndarray) -> list[np.ndarray]:
+        give(*arrays)
+        return [np.array(True)]
+
+    return call
+
+
+def _number(number: Decide) -> Callable[..., list[np.ndarray]]:
+    return lambda after: [np.array(number(), np.int32)]

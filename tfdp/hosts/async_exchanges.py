@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -91,9 +91,9 @@ class AsyncSums:
         self._link = link
         self._thread = ThreadPoolExecutor(1, "tfdp-late-sums")
         self._lock = threading.Lock()
-        self._sums: dict[int, Future[list[np.ndarray]]] = {}
+        self._sums: dict[Hashable, Future[list[np.ndarray]]] = {}
 
-    def begin(self, ticket: int, arrays: Arrays, label: str) -> None:
+    def begin(self, ticket: Hashable, arrays: Arrays, label: str) -> None:
         """Copies arrays, starts a sum; replaces an earlier one of this ticket."""
         # TensorFlow may own the caller's memory, and frees it at the step's end.
         own = [np.array(array, order="C") for array in arrays]
@@ -111,19 +111,25 @@ class AsyncSums:
                 sums[place] = total
         return sums
 
-    def take(self, ticket: int) -> list[np.ndarray] | None:
+    def take(self, ticket: Hashable) -> list[np.ndarray] | None:
         """Waits for the sums and removes them; None if none was begun."""
         with self._lock:
             begun = self._sums.pop(ticket, None)
         return None if begun is None else begun.result()
 
-    def look(self, ticket: int) -> list[np.ndarray] | None:
+    def look(self, ticket: Hashable) -> list[np.ndarray] | None:
         """As `take`, but leaves them in place."""
         with self._lock:
             begun = self._sums.get(ticket)
         return None if begun is None else begun.result()
 
-    def forget(self, ticket: int) -> None:
+    def is_complete(self, ticket: Hashable) -> bool:
+        """Whether `take` would return, or raise, without waiting."""
+        with self._lock:
+            begun = self._sums.get(ticket)
+        return begun is None or begun.done()
+
+    def forget(self, ticket: Hashable) -> None:
         """Drops the result; the other hosts still get this host's part."""
         with self._lock:
             self._sums.pop(ticket, None)

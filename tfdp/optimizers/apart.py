@@ -1,8 +1,8 @@
-"""Local training (`DistributedOptimizer(sync=...)`): checks and rounds."""
+"""Local training (`DistributedOptimizer(sync=...)`): checks, rounds, late updates."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -11,18 +11,23 @@ from tfdp._private.names import is_default_strategy
 from tfdp._private.optimizer_hooks import averages_of, strategy_of
 from tfdp.compression.method import momentum_compression_of
 from tfdp.errors import ConfigurationError
+from tfdp.sharding.updates import ACCUMULATOR_NAME, WEIGHT_NAME
 from tfdp.step.local_run import groups_across
 from tfdp.step.local_sgd import Rounds
+from tfdp.step.local_training import LocalTraining
 from tfdp.sync.diloco import DiLoCo
+from tfdp.sync.late import LateSums
+from tfdp.sync.policy import Policy
 from tfdp.sync.rounds import Sync
 from tfdp.tracing.run import current_run
 from tfdp.variables.local_view import LocalView, keep_all_copies
 from tfdp.variables.own_values import OwnSumVariable
 
 
-def refuse_with_sync(optimizer: keras.optimizers.Optimizer) -> None:
+def refuse_with_sync(optimizer: keras.optimizers.Optimizer, sync: Policy) -> None:
     """Refuses an inner optimizer that cannot train locally."""
-    if optimizer.use_ema and optimizer.ema_overwrite_frequency:
+    has_rounds = isinstance(sync, Sync)
+    if has_rounds and optimizer.use_ema and optimizer.ema_overwrite_frequency:
         raise ConfigurationError(
             f"The optimizer {optimizer.name!r} has ema_overwrite_frequency="
             f"{optimizer.ema_overwrite_frequency}, and with sync=... the average is "
@@ -31,10 +36,80 @@ def refuse_with_sync(optimizer: keras.optimizers.Optimizer) -> None:
         )
     if momentum_compression_of(optimizer) is not None:
         raise ConfigurationError(
-            f"{type(optimizer).__name__} sends its momentum in every step, and with "
-            "sync=... most steps send nothing. Use keras.optimizers.Adam with sync, or "
+            f"{type(optimizer).__name__} sends its momentum in every step, which "
+            "sync=... does not do. Use keras.optimizers.Adam with sync, or "
             "leave sync out."
         )
+
+
+def make_local_training(
+    optimizer: keras.optimizers.Optimizer,
+    sync: Policy,
+    variables: Sequence[Any],
+    update: Callable[[list[Any], list[Any]], None],
+) -> LocalTraining | None:
+    """That of a built optimizer; None without a strategy.
+
+    `update` makes an update by summed gradients.
+    """
+    if isinstance(sync, Sync):
+        return make_rounds(optimizer, sync, variables)
+    strategy = strategy_of(optimizer)
+    if is_default_strategy(strategy) or not isinstance(sync, LateSums):
+        return None
+    groups = groups_across(strategy, sync.across)
+    check_communication(strategy, sync)
+    # Its file is imported where it is used.
+    from tfdp.step.late_sums import LateUpdates
+
+    for variable in optimizer.variables:
+        is_own = ACCUMULATOR_NAME in variable.path or WEIGHT_NAME in variable.path
+        if is_own and isinstance(variable.value, LocalView):
+            keep_by_group(variable.value, groups)
+    return LateUpdates(
+        sync,
+        strategy,
+        variables,
+        group_size=len(groups[0]),
+        optimizer=optimizer,
+        update=update,
+    )
+
+
+def check_communication(strategy: Any, sync: Policy) -> None:
+    """Refuses options of `Communication` that `sync` cannot follow."""
+    reducer = strategy.extended.reducer
+    if reducer.compressed is not None:
+        raise ConfigurationError(
+            f"Communication(compression={reducer.compressed.method!r}) and sync=... "
+            "both determine what hosts send. Leave out one of them; "
+            "tfdp.sync.DiLoCo(compression=...) compresses what a synchronization sends."
+        )
+    communication = getattr(reducer, "communication", None)
+    if communication is None:
+        return
+    if communication.repeated_rows != "auto":
+        raise ConfigurationError(
+            "Communication(repeated_rows='sum') does not work with sync=...: replicas "
+            "that train locally take the rows of an embedding as they come. Leave it "
+            "out."
+        )
+    if isinstance(sync, LateSums) and communication.min_hosts is not None:
+        raise ConfigurationError(
+            f"sync={sync!r} needs the gradients of all hosts, and "
+            "Communication(min_hosts=...) lets hosts die and come back. Use "
+            "tfdp.sync.DiLoCo with it, or leave min_hosts out."
+        )
+
+
+def keep_by_group(variable: LocalView, groups: Sequence[Sequence[int]]) -> None:
+    """Lets each group of replicas have its own value, in checkpoints too."""
+    variable.is_of_group = True
+    variable.group_size = len(groups[0])
+    if isinstance(variable, OwnSumVariable):
+        variable.adds_up_over = "replica" if len(groups) > 1 else "host"
+    if len(groups) > 1:
+        keep_all_copies(variable)
 
 
 def make_rounds(
@@ -53,28 +128,10 @@ def make_rounds(
     if is_default_strategy(strategy):
         return None
     groups = groups_across(strategy, sync.across)
-    reducer = strategy.extended.reducer
-    if reducer.compressed is not None:
-        raise ConfigurationError(
-            f"Communication(compression={reducer.compressed.method!r}) and sync=... "
-            "both determine what hosts send. Leave out one of them; "
-            "tfdp.sync.DiLoCo(compression=...) compresses what a synchronization sends."
-        )
-    communication = getattr(reducer, "communication", None)
-    if communication is not None and communication.repeated_rows != "auto":
-        raise ConfigurationError(
-            "Communication(repeated_rows='sum') does not work with sync=...: replicas "
-            "that train locally take the rows of an embedding as they come. Leave it "
-            "out."
-        )
+    check_communication(strategy, sync)
     for variable in own:
         if isinstance(variable, LocalView):
-            variable.is_of_group = True
-            variable.group_size = len(groups[0])
-            if isinstance(variable, OwnSumVariable):
-                variable.adds_up_over = "replica" if len(groups) > 1 else "host"
-            if len(groups) > 1:
-                keep_all_copies(variable)
+            keep_by_group(variable, groups)
     inner = optimizer.inner_optimizer
     averages = averages_of(inner) if inner.use_ema else []
     return Rounds(

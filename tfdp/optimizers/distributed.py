@@ -1,4 +1,4 @@
-"""`DistributedOptimizer`: accumulation, loss scaling and local SGD."""
+"""`DistributedOptimizer`: accumulation, loss scaling and local training."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tfdp.chain.stages import agree_finite, reduce_gradients
 from tfdp.checks import is_number, is_whole
 from tfdp.errors import ConfigurationError, ScopeError
 from tfdp.optimizers.apart import (
-    make_rounds,
+    make_local_training,
     refuse_outside_of_fit,
     refuse_with_sync,
 )
-from tfdp.sharding.updates import ACCUMULATOR_NAME, shards_of
+from tfdp.sharding.updates import ACCUMULATOR_NAME, WEIGHT_NAME, shards_of
 from tfdp.step.buffer_synchronization import synchronize_layer_state
 from tfdp.step.local_run import has_no_effect
-from tfdp.step.local_sgd import Rounds
+from tfdp.step.local_training import LocalTraining
 from tfdp.step.local_values import LocalValues
 from tfdp.step.optimizers import (
     build_before_step,
@@ -34,8 +34,9 @@ from tfdp.step.optimizers import (
     takes_reduced,
 )
 from tfdp.sync.diloco import DiLoCo
+from tfdp.sync.late import BoundedStaleness, Delayed, LateSums
 from tfdp.sync.local_sgd import LocalSGD
-from tfdp.sync.rounds import Sync
+from tfdp.sync.policy import Policy
 from tfdp.tracing.batch_weight import batch_weight
 from tfdp.tracing.keras_steps import as_tensors
 from tfdp.tracing.run import Step, current_run
@@ -66,9 +67,10 @@ class DistributedOptimizer(hooks.LossScaleHooks):
         `mixed_float16`.
       initial_scale: the first loss scale, above 0.
       dynamic_growth_steps: finite updates until the scale doubles.
-      sync: `tfdp.sync.LocalSGD` or `tfdp.sync.DiLoCo`: replicas make many updates
-        independently before they synchronize; see docs/communication.md. None: they
-        synchronize in every update.
+      sync: a value of `tfdp.sync`. `LocalSGD` or `DiLoCo`: replicas make many updates
+        independently before they synchronize; see docs/communication.md. `Delayed` or
+        `BoundedStaleness`: updates are by the gradients of earlier steps; see
+        docs/stragglers.md. None: they synchronize in every update.
       name: the optimizer's name.
 
     Raises:
@@ -101,7 +103,7 @@ class DistributedOptimizer(hooks.LossScaleHooks):
         dynamic_loss_scale: bool | None = None,
         initial_scale: float = 2.0**15,
         dynamic_growth_steps: int = 2000,
-        sync: Sync | None = None,
+        sync: Policy | None = None,
         name: str | None = None,
     ):
         check_arguments(optimizer, accumulate_steps, initial_scale)
@@ -118,10 +120,11 @@ class DistributedOptimizer(hooks.LossScaleHooks):
         if dynamic_loss_scale is None:
             dynamic_loss_scale = keras.config.dtype_policy().name == "mixed_float16"
         self.dynamic_loss_scale = bool(dynamic_loss_scale)
-        self._given_sync = self.sync = checked_sync(sync)
+        self._given_sync = checked_sync(sync)
+        self.sync = None if is_plain(self._given_sync) else self._given_sync
         if self.sync is not None:
-            refuse_with_sync(optimizer)
-        self._rounds: Rounds | None = None
+            refuse_with_sync(optimizer, self.sync)
+        self._rounds: LocalTraining | None = None
 
     def build(self, variables: Sequence[keras.Variable]) -> None:
         # Keras' base class would not track the inner optimizer's variables other than
@@ -133,12 +136,14 @@ class DistributedOptimizer(hooks.LossScaleHooks):
                 self.add_variable_from_reference(v, name=ACCUMULATOR_NAME)
                 for v in variables
             ]
-            self._weight_sum = self.add_variable(shape=(), name="accumulated_weight")
+            self._weight_sum = self.add_variable(shape=(), name=WEIGHT_NAME)
             self._micro_step = self.add_variable((), dtype="int", name="micro_step")
         if self.sync is not None and has_no_effect(self.sync, hooks.strategy_of(self)):
             self.sync = None
         if self.sync is not None:
-            self._rounds = make_rounds(self, self.sync, variables)
+            self._rounds = make_local_training(
+                self, self.sync, variables, self._update_tested
+            )
             # An attribute, so that checkpoints track it.
             self._local_values = self._rounds and self._rounds.values.stored
 
@@ -155,8 +160,13 @@ class DistributedOptimizer(hooks.LossScaleHooks):
         self._rounds.before_step(run)
 
     @property
-    def rounds(self) -> Rounds | None:
+    def rounds(self) -> LocalTraining | None:
         return self._rounds
+
+    def make_equal(self) -> None:
+        """See `LocalTraining.make_equal`."""
+        if self._rounds is not None:
+            self._rounds.make_equal()
 
     def local_values(self, layer_state: Sequence[Any]) -> LocalValues | None:
         """The replicas' local values (see `train_apart`); None: no local training."""
@@ -192,7 +202,7 @@ class DistributedOptimizer(hooks.LossScaleHooks):
             scale = self.static_scale
             gradients = [g if g is None else ops.divide(g, scale) for g in gradients]
         if self.accumulate_steps == 1:
-            weighs = self.sync is not None and self.sync.start_step > 0
+            weighs = self.sync is not None and self.sync.weighs_batches
             found = current_run() if weighs else None
             weight = None if found is None else batch_weight(*found)
             reduced = self._reduced(gradients, variables, weight)
@@ -425,18 +435,25 @@ def _weight_to_keep(counted: Any, so_far: tf.Tensor, batches: tf.Tensor) -> tf.T
     return tf.where(so_far < 0, mean, tf.cast(counted, so_far.dtype))
 
 
-METHODS: dict[str, type[Sync]] = {"DiLoCo": DiLoCo, "LocalSGD": LocalSGD}
+METHODS: dict[str, type[Policy]] = {
+    method.__name__: method for method in (BoundedStaleness, Delayed, DiLoCo, LocalSGD)
+}
 
 
-def checked_sync(sync: Any) -> Sync | None:
+def is_plain(sync: Policy | None) -> bool:
+    """Whether `sync` is training without it: no step is late."""
+    return isinstance(sync, LateSums) and sync.steps == 0
+
+
+def checked_sync(sync: Any) -> Policy | None:
     """`sync`, or the object that its `get_config` described; refuses anything else."""
     if isinstance(sync, dict) and sync.get("method") in METHODS:
         values = dict(sync)
         return METHODS[values.pop("method")](**values)
     if sync is None or type(sync) in METHODS.values():
         return sync  # type: ignore[no-any-return]
-    names = " or ".join(f"tfdp.sync.{name}(...)" for name in sorted(METHODS))
+    names = ", ".join(f"tfdp.sync.{name}(...)" for name in sorted(METHODS))
     raise ConfigurationError(
-        f"sync must be {names}, or None to synchronize in every step. Received: "
+        f"sync must be one of {names}, or None to synchronize in every step. Received: "
         f"{sync!r}."
     )

@@ -326,7 +326,13 @@ SEAMS: tuple[Seam, ...] = (
         "hosts keep their loops in step, and a fit begins within an epoch",
         _get_iterator="(self)",
         _enumerate_iterator="(self)",
-        catch_stop_iteration="(self)",
+    ),
+    Seam(
+        EPOCH_ITERATOR,
+        "catch_stop_iteration",
+        "(self)",
+        "loop",
+        "hosts end their loops in step, and late updates are made where a loop ends",
     ),
     *_seams(
         "keras.src.trainers.data_adapters.data_adapter:DataAdapter",

@@ -38,6 +38,8 @@ NOT_OF_A_SHARD = frozenset(
 
 # Keras and DistributedOptimizer both use this name for their accumulators.
 ACCUMULATOR_NAME = "gradient_accumulator"
+# The weight of the accumulated batches of all replicas; equal on each of them.
+WEIGHT_NAME = "accumulated_weight"
 
 
 class ShardUpdates:

@@ -40,3 +40,11 @@ def names_of_updates(model: Any) -> list[str]:
         for owner in optimizers_of(model)
         for leaf in innermost_optimizers(owner)
     ]
+
+
+def make_equal(optimizer: Any) -> None:
+    """Called on all hosts before the state of `optimizer` and its weights is read: late
+    updates (`tfdp.sync.BoundedStaleness`) are made."""
+    of_optimizer = getattr(optimizer, "make_equal", None)
+    if of_optimizer is not None:
+        of_optimizer()

@@ -10,14 +10,14 @@ import tensorflow as tf
 from keras.optimizers import Optimizer
 
 from tfdp.errors import ConfigurationError
-from tfdp.sync.rounds import Sync
+from tfdp.sync.policy import Policy
 from tfdp.tracing.keras_steps import name_of_step
 from tfdp.tracing.run import Step
 
 Groups = tuple[tuple[int, ...], ...]
 
 
-def has_no_effect(sync: Sync, strategy: tf.distribute.Strategy) -> bool:
+def has_no_effect(sync: Policy, strategy: tf.distribute.Strategy) -> bool:
     """Whether `sync` is across hosts and `auto_strategy` has found one host, which the
     first `fit` then reports."""
     idle_options = getattr(strategy, "idle_options", None)
@@ -66,7 +66,7 @@ def groups_across(strategy: tf.distribute.Strategy, across: str) -> Groups:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LocalLook:
-    """A read-only step, which exchanges nothing with other replicas."""
+    """A step that does not train on rows, and sums nothing over hosts."""
 
     look: Callable[..., Any]
 
@@ -95,7 +95,7 @@ def begin_local_run(
     syncs = {
         o: o.sync
         for o in optimizers
-        if isinstance(getattr(o, "sync", None), Sync)
+        if isinstance(getattr(o, "sync", None), Policy)
         and not has_no_effect(o.sync, strategy)
     }
     if not syncs or name_of_step(step) != "train_step":

@@ -23,22 +23,20 @@ from keras.optimizers import Optimizer
 from tfdp._private.names import own_copy
 from tfdp._private.optimizer_hooks import AVERAGE
 from tfdp.chain.compression import Compression, places_taken
-from tfdp.chain.groups import AllGroups, Exact, GroupState, WithinGroup
+from tfdp.chain.groups import AllGroups, Exact
 from tfdp.chain.reduction import Reduction, Stage, reduce
-from tfdp.errors import ConfigurationError
-from tfdp.exchange.compressed import CompressedSums
 from tfdp.exchange.reducer import Reducer
 from tfdp.seams.replace import instance_attributes
 from tfdp.step.async_means import AsyncMeans
 from tfdp.step.elastic_rounds import elastic_rounds
-from tfdp.step.local_values import LocalValues
+from tfdp.step.local_training import LocalTraining
 from tfdp.sync.diloco import DiLoCo
 from tfdp.sync.rounds import Sync, fragments_of, synchronization_of
 from tfdp.tracing.run import Step
 from tfdp.variables.local_view import LocalView
 
 
-class Rounds(Stage):
+class Rounds(LocalTraining):
     """Local training and outer steps of the replicas that one optimizer updates.
 
     Args:
@@ -63,17 +61,13 @@ class Rounds(Stage):
         group_size: int,
         optimizer: Optimizer,
     ):
-        self.sync, self.group_size = sync, group_size
-        self._reducer: Reducer = strategy.extended.reducer
+        super().__init__(strategy, group_size, optimizer)
+        self.sync = sync
         self._weights, self._momenta, self._updates = weights, momenta, updates
-        self._optimizer = optimizer
         self._replicas = strategy.num_replicas_in_sync
         method = getattr(sync, "compression", None)
-        self.compressed: CompressedSums | None = None
         if method is not None:
             self.compressed = self._reducer.compressed_by(method, sync.across)
-        self._layer_state: list[LocalView] = []
-        self.values = LocalValues(strategy.extended.worker_devices)
         for weight in weights:
             self.values.make(weight)
         sizes = [weight.shape.num_elements() * weight.dtype.size for weight in weights]
@@ -103,7 +97,7 @@ class Rounds(Stage):
 
     def before_step(self, run: Step) -> None:
         """Call it outside of replicas."""
-        self.values.settle()
+        super().before_step()
         if self._elastic is not None:
             self._elastic.before_step()
             self._elastic.note_rows(run.total_in_group(0))
@@ -130,20 +124,9 @@ class Rounds(Stage):
             self._in_flight.append(in_flight)
         self.values.stored.on_the_way = self._in_flight
 
-    def keep_layer_state(self, variables: Sequence[Any]) -> None:
-        """Gives the state of layers (moving statistics) local values, too."""
-        known = set(map(id, self.values.variables))
-        for variable in variables:
-            if (
-                isinstance(variable, LocalView)
-                and id(variable) not in known
-                and variable.dtype.is_floating
-                and variable.aggregation == tf.VariableAggregation.NONE
-            ):
-                self.values.make(variable)
-                self._layer_state.append(variable)
-                if self._in_flight:
-                    self._in_flight[-1].grow(variable.shape, variable.dtype)
+    def _make_room_for(self, variable: LocalView) -> None:
+        if self._in_flight:
+            self._in_flight[-1].grow(variable.shape, variable.dtype)
 
     def reduced(
         self,
@@ -169,7 +152,7 @@ class Rounds(Stage):
             if alone:
                 return list(gradients)  # slices stay slices
             own = Reduction(list(gradients), variables, run, rank, self._optimizer)
-            return reduce(own, [GroupState(state)], WithinGroup(self._reducer))
+            return self._within_group(state, own)
 
         def everywhere() -> list[Any]:
             own = Reduction(list(gradients), variables, run, rank, self._optimizer)
@@ -192,15 +175,18 @@ class Rounds(Stage):
 
     def synchronize_layer_state(self, run: Step, rank: int) -> None:
         """See `buffer_synchronization.synchronize_layer_state`; within the group."""
-        state = self._take_state(run, rank)
         start = self.sync.start_step
-        if not state or (run.group_size == 1 and not start):
+        if not start:
+            super().synchronize_layer_state(run, rank)
+            return
+        state = self._take_state(run, rank)
+        if not state:
             return
         no_gradients = Reduction([], [], run, rank, self._optimizer)
 
         def within() -> tf.Tensor:
             if run.group_size > 1:
-                reduce(no_gradients, [GroupState(state)], WithinGroup(self._reducer))
+                self._within_group(state, no_gradients)
             return tf.constant(True)
 
         def everywhere() -> tf.Tensor:
@@ -208,23 +194,7 @@ class Rounds(Stage):
             reduce(no_gradients, chain, self._reducer)
             return tf.constant(True)
 
-        if start:
-            tf.cond(self._count(rank) < start, everywhere, within)
-        else:
-            within()
-
-    def _take_state(self, run: Step, rank: int) -> list[LocalView]:
-        state = run.take_local_state(rank)
-        known = set(map(id, self._layer_state))
-        for variable in state:
-            if id(variable) not in known:
-                raise ConfigurationError(
-                    f"A step stores into {variable.name!r}, which is none of the "
-                    "model's variables, and with sync=... replicas train locally: each "
-                    "would store another value. Make it a weight of a layer "
-                    "(add_weight(trainable=False)), or leave sync out."
-                )
-        return state
+        tf.cond(self._count(rank) < start, everywhere, within)
 
     def around(self, reduction: Reduction, update: Callable[[], Any]) -> None:
         """The inner update, and the outer steps that are due after it."""

@@ -23,7 +23,7 @@ from tfdp._private.optimizer_hooks import is_between_updates
 from tfdp.chain.compression import STATE
 from tfdp.sharding.updates import ACCUMULATOR_NAME
 from tfdp.sharding.variables import ShardedVariable
-from tfdp.step.find_optimizers import optimizers_of
+from tfdp.step.find_optimizers import make_equal, optimizers_of
 from tfdp.step.local_run import groups_across
 from tfdp.variables.mirrored import is_seed_state
 
@@ -45,6 +45,8 @@ def replicated_state_of(
     """The state of `model` that replicas keep equal; `first_rank` is this process's."""
     strategy = model.distribute_strategy
     optimizers = optimizers_of(model)
+    for optimizer in optimizers:
+        make_equal(optimizer)
     alone = [0] * len(strategy.extended.worker_devices)
     syncs = [getattr(optimizer, "sync", None) for optimizer in optimizers]
     across = next((sync.across for sync in syncs if sync is not None), None)

@@ -6,7 +6,8 @@ import dataclasses
 
 from tfdp.errors import ConfigurationError
 from tfdp.plan.compression import Compression
-from tfdp.sync.rounds import Sync, check_fraction, check_whole
+from tfdp.sync.policy import check_fraction, check_whole
+from tfdp.sync.rounds import Sync
 
 
 @dataclasses.dataclass(frozen=True)

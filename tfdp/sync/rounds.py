@@ -1,17 +1,15 @@
-"""`Sync`: rounds of local updates, the base of all schedules."""
+"""`Sync`: rounds of local updates, the base of `LocalSGD` and `DiLoCo`."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
-from tfdp.checks import is_number, is_whole
 from tfdp.errors import ConfigurationError
 from tfdp.plan.communication import ACROSS
+from tfdp.sync.policy import Policy, check_whole
 
 
-class Sync:
+class Sync(Policy):
     """Rounds of updates that groups of replicas make independently.
 
     every       updates in a round, at least 1
@@ -33,38 +31,9 @@ class Sync:
                 f"trains independently). Received: {self.across!r}."
             )
 
-    def get_config(self) -> dict[str, Any]:
-        """The fields and the name of the class, ready for JSON."""
-        values = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)  # type: ignore[arg-type]
-        }
-        if values.get("compression") is not None:
-            values["compression"] = values["compression"].get_config()
-        return {"method": type(self).__name__, **values}
-
-
-def check_whole(sync: Sync, name: str, least: int) -> None:
-    """Requires an integer of at least `least`."""
-    value = getattr(sync, name)
-    if not is_whole(value, least=least):
-        raise ConfigurationError(
-            f"{type(sync).__name__}.{name} must be an integer of at least {least}. "
-            f"Received: {value!r}."
-        )
-
-
-def check_fraction(sync: Sync, name: str, *, below_one: bool) -> None:
-    """Requires a finite number of at least 0, with `below_one` below 1."""
-    value = getattr(sync, name)
-    most = 1.0 if below_one else float("inf")
-    if not is_number(value) or not 0.0 <= value < most:
-        rule = "from 0 to below 1" if below_one else "of at least 0, and finite"
-        raise ConfigurationError(
-            f"{type(sync).__name__}.{name} must be a number {rule}. "
-            f"Received: {value!r}."
-        )
-    object.__setattr__(sync, name, float(value))  # JSON has no NumPy numbers
+    @property
+    def weighs_batches(self) -> bool:
+        return self.start_step > 0
 
 
 def fragments_of(sizes: Sequence[int], fragments: int) -> tuple[tuple[int, ...], ...]:

@@ -1,0 +1,106 @@
+"""`LocalTraining`: what all values of `sync=` have in common in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+from keras.optimizers import Optimizer
+
+from tfdp.chain.groups import GroupState, WithinGroup
+from tfdp.chain.reduction import Reduction, Stage, reduce
+from tfdp.errors import ConfigurationError
+from tfdp.exchange.compressed import CompressedSums
+from tfdp.exchange.reducer import Reducer
+from tfdp.step.local_values import LocalValues
+from tfdp.tracing.run import Step
+from tfdp.variables.local_view import LocalView
+
+
+class LocalTraining(Stage):
+    """The training of the replicas that one optimizer updates, in groups.
+
+    `optimizer` calls `reduced` with each update's gradients, and then makes its update
+    within this stage; `synchronize_layer_state` takes the place of `reduced` in
+    micro-steps without an update.
+    """
+
+    compressed: CompressedSums | None = None
+
+    def __init__(
+        self, strategy: tf.distribute.Strategy, group_size: int, optimizer: Optimizer
+    ):
+        self.group_size = group_size
+        self._reducer: Reducer = strategy.extended.reducer
+        self._optimizer = optimizer
+        self._layer_state: list[LocalView] = []
+        self.values = LocalValues(strategy.extended.worker_devices)
+
+    def before_step(self) -> None:
+        """Call it outside of replicas."""
+        self.values.settle()
+
+    def keep_layer_state(self, variables: Sequence[Any]) -> None:
+        """Gives the state of layers (moving statistics) local values, too."""
+        known = set(map(id, self.values.variables))
+        for variable in variables:
+            if (
+                isinstance(variable, LocalView)
+                and id(variable) not in known
+                and variable.dtype.is_floating
+                and variable.aggregation == tf.VariableAggregation.NONE
+            ):
+                self.values.make(variable)
+                self._layer_state.append(variable)
+                self._make_room_for(variable)
+
+    def _make_room_for(self, variable: LocalView) -> None:
+        """Called with each variable that is kept."""
+
+    def reduced(
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        weight: tf.Tensor | None,
+        run: Step,
+        rank: int,
+    ) -> list[Any]:
+        """The gradients of the update that follows.
+
+        Args:
+          gradients: this replica's part of its group's mean gradient, of `variables`.
+          weight: of the group's mean against other groups'; None: it is a sum.
+        """
+        raise NotImplementedError
+
+    def synchronize_layer_state(self, run: Step, rank: int) -> None:
+        """See `buffer_synchronization.synchronize_layer_state`; within the group."""
+        state = self._take_state(run, rank)
+        if state and run.group_size > 1:
+            self._within_group(state, Reduction([], [], run, rank, self._optimizer))
+
+    def _within_group(
+        self, state: Sequence[LocalView], reduction: Reduction
+    ) -> list[Any]:
+        return reduce(reduction, [GroupState(state)], WithinGroup(self._reducer))
+
+    def _take_state(self, run: Step, rank: int) -> list[LocalView]:
+        state = run.take_local_state(rank)
+        known = set(map(id, self._layer_state))
+        for variable in state:
+            if id(variable) not in known:
+                raise ConfigurationError(
+                    f"A step stores into {variable.name!r}, which is none of the "
+                    "model's variables, and with sync=... replicas train locally: each "
+                    "would store another value. Make it a weight of a layer "
+                    "(add_weight(trainable=False)), or leave sync out."
+                )
+        return state
+
+    def have_synchronized(self) -> bool:
+        """Whether the weights outside of steps are those of the training."""
+        return True
+
+    def make_equal(self) -> None:
+        """Between steps, on all hosts: gives all hosts the same weights."""

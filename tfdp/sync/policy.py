@@ -1,0 +1,57 @@
+"""`Policy`: how the hosts of one training synchronize, the base of all values here."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from tfdp.checks import is_number, is_whole
+from tfdp.errors import ConfigurationError
+
+
+class Policy:
+    """What `DistributedOptimizer(sync=...)` takes.
+
+    across          which groups of replicas step together: those of one host
+                    ("hosts"), or each one by itself ("replicas")
+    weighs_batches  whether an update needs the weight of a group's batch
+    """
+
+    across: str = "hosts"
+
+    @property
+    def weighs_batches(self) -> bool:
+        return True
+
+    def get_config(self) -> dict[str, Any]:
+        """The fields and the name of the class, ready for JSON."""
+        values = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)  # type: ignore[arg-type]
+        }
+        if values.get("compression") is not None:
+            values["compression"] = values["compression"].get_config()
+        return {"method": type(self).__name__, **values}
+
+
+def check_whole(policy: Policy, name: str, least: int) -> None:
+    """Requires an integer of at least `least`."""
+    value = getattr(policy, name)
+    if not is_whole(value, least=least):
+        raise ConfigurationError(
+            f"{type(policy).__name__}.{name} must be an integer of at least {least}. "
+            f"Received: {value!r}."
+        )
+
+
+def check_fraction(policy: Policy, name: str, *, below_one: bool) -> None:
+    """Requires a finite number of at least 0, with `below_one` below 1."""
+    value = getattr(policy, name)
+    most = 1.0 if below_one else float("inf")
+    if not is_number(value) or not 0.0 <= value < most:
+        rule = "from 0 to below 1" if below_one else "of at least 0, and finite"
+        raise ConfigurationError(
+            f"{type(policy).__name__}.{name} must be a number {rule}. "
+            f"Received: {value!r}."
+        )
+    object.__setattr__(policy, name, float(value))  # JSON has no NumPy numbers
