@@ -20,6 +20,7 @@ FITS = types.SimpleNamespace(
 @pytest.fixture
 def in_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.py").touch()
     return tmp_path
 
 
@@ -62,7 +63,6 @@ def test_a_target_that_ends_the_program_was_not_planned(
     def ends(*_):
         raise SystemExit(code)
 
-    (in_folder / "model.py").touch()
     for command, inner in (("plan", "_answer"), ("check", "_check")):
         monkeypatch.setattr(f"tfdp.tools.commands.{command}.{inner}", ends)
         batch = ["--batch", "8"] if command == "plan" else []
@@ -75,7 +75,6 @@ def test_a_target_that_ends_the_program_was_not_planned(
     "command", [MODEL, ["tune", "model.py", "--batch", "8", "--replicas", "2"]]
 )
 def test_what_is_no_size_is_refused(command, size, in_folder, monkeypatch, capsys):
-    (in_folder / "model.py").touch()
     monkeypatch.setattr(plan, "_answer", lambda *_: pytest.fail("it was planned"))
     monkeypatch.setattr(tune, "TuneRun", lambda *_, **__: pytest.fail("it was tuned"))
     assert cli.main([*command, "--memory", size]) == 2
@@ -103,7 +102,6 @@ def test_others_say_what_cannot_be_written_too(command, in_folder, monkeypatch, 
     found = types.SimpleNamespace(
         ok=True, inconclusive=False, run=lambda: found, to_json=dict
     )
-    (in_folder / "model.py").touch()
     monkeypatch.setattr(tune, "_run_of", lambda _: found)
     monkeypatch.setattr(tune, "_document", lambda *_: {})
     monkeypatch.setattr("tfdp.tools.commands.check._check", lambda *_: found)
