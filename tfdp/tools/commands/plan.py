@@ -102,7 +102,11 @@ def _answer(
     import_tensorflow_quietly(without=NOT_NEEDED_FOR_A_STEP)
     from tfdp.tools.planning.answer import Answer
     from tfdp.tools.planning.planner import Planner, have_devices
-    from tfdp.tools.planning.ways import largest_batch, ways_to_fit
+    from tfdp.tools.planning.ways import (
+        largest_batch,
+        settings_to_try,
+        ways_to_fit,
+    )
 
     note_used()  # suppresses the warning about a strategy without a scope
     have_devices(options.replicas, is_offloading=sharding.offloads)
@@ -117,14 +121,20 @@ def _answer(
         shard=sharding,
         any_rows=memory_bytes is not None and not options.quick,
     )
-    rows, remat = planner.local_rows, options.remat
-    with progress_bar("tracing the step", 0):
-        plan = planner.at(rows, remat=remat, memory_bytes=memory_bytes)
+    remat = options.remat
+    limit = None if options.quick else memory_bytes
+    # The requested one, those for the largest batch, and the ways to need less.
+    count = 1 if limit is None else 2 + len(settings_to_try(planner))
+    settings = "1 setting" if count == 1 else f"{count} settings"
+    with progress_bar(f"planning {settings}", count) as advance:
+        plan = planner.at(planner.local_rows, remat=remat, memory_bytes=memory_bytes)
+        advance(1)
         largest, ways = None, []
-        if memory_bytes is not None and not options.quick:
-            largest = largest_batch(planner, memory_bytes, remat=remat)
+        if limit is not None:
+            largest = largest_batch(planner, limit, remat=remat)
+            advance(1)
             if not plan.fits:
-                ways = list(ways_to_fit(planner, memory_bytes))
+                ways = list(ways_to_fit(planner, limit, advance))
     return Answer(options.model, plan, largest, ways)
 
 

@@ -19,7 +19,7 @@ FORMS = (
 BATCH_HELP = "rows of all replicas together (default: those of the script's fit)"
 # For models that take images of any size.
 IMAGE_SHAPE = (224, 224, 3)
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 # More than any machine has; larger numbers may overflow a float.
 MOST_BYTES, MOST_CHARACTERS = 10**18, 80
@@ -33,6 +33,11 @@ def bytes_of(text: str) -> int:
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B?)\s*", text.upper())
     unit = found[2] if found else ""
+    if found and not unit and len(text) <= MOST_CHARACTERS:
+        raise ConfigurationError(
+            f"{text.strip()} what? A size is a number and a unit: {found[1]}GB, or "
+            f"{found[1]}GiB, MB, MiB, B."
+        )
     if found and unit not in UNITS:
         unit += "B"  # 16G
     size_bytes = 0
