@@ -14,7 +14,12 @@ from tfdp.tools.planning import planner as planner_module
 from tfdp.tools.planning import ways
 from tfdp.tools.planning.answer import Answer
 from tfdp.tools.planning.planner import Planner
-from tfdp.tools.planning.ways import largest_batch, ways_to_fit
+from tfdp.tools.planning.ways import (
+    Way,
+    largest_batch,
+    settings_to_try,
+    ways_to_fit,
+)
 
 WIDTH, DEPTH, FLOAT_BYTES = 128, 4, 4
 KERNEL_BYTES = WIDTH * WIDTH * FLOAT_BYTES
@@ -235,6 +240,22 @@ def test_a_batch_is_not_the_largest_where_no_larger_one_was_looked_at(monkeypatc
     assert not fewer.larger_may_fit and fewer.local_rows <= 100
 
 
+def test_a_way_that_needs_no_less_is_not_listed(monkeypatch):
+    """Of four rows the accumulated gradients are larger than the activations."""
+    planner, done = Planner(build, 4), []
+    limit = planner.at(4).peak_bytes
+    ways = list(ways_to_fit(planner, limit, done.append))
+    names = [way.name for way in ways]
+    assert all(way.peak_bytes < limit for way in ways)
+    assert not any("accumulation" in name for name in names)
+    assert len(done) == len(settings_to_try(planner)) > len(ways)
+    [row, *_] = Answer(
+        "m", planner.at(4), None, [Way("w", 10**8, False, 0, 0)]
+    ).way_rows()
+    # A tenth and 16 MiB of margin.
+    assert row == ("w", "100.0 MB", "126.8 MB", "no", "+0%", "0.0 MB")
+
+
 @pytest.mark.slow
 def test_ways_are_named_with_their_cost():
     planner = Planner(build, 64, replicas=2)
@@ -254,6 +275,10 @@ def test_the_answer_in_words_and_on_a_page():
     found = plan(build, 64, memory_bytes=10**6)
     answer = Answer("<model>", found, None, [])
     assert "does not fit in 1.0 MB" in answer.sentence
+    assert answer.sentence.startswith("<model>: one replica (GPU or CPU) with 64 rows")
+    # A tenth and 16 MiB.
+    margin = f"{(1.1 * found.peak_bytes + 2**24) / 1e6:,.1f} MB"
+    assert ("peak with its margin", margin) in answer.fact_rows()
     assert "&lt;model&gt;" in answer.page() and "<model>" not in answer.page()
     assert "memory: 1 MB" in answer.page()
     assert json.loads(json.dumps(answer.to_json()))["plan"]["fits"] is False

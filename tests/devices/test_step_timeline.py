@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import keras
 import pytest
@@ -56,7 +57,16 @@ def test_a_host_among_several_names_its_replicas():
     assert [e["args"]["replica"] for e in events if e["ph"] == "X"] == [3, 2, None]
     named = {e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert named == {"host 1, input", "host 1, replica 2", "host 1, replica 3"}
-    assert "replica 3, StatefulPart" in draw_timeline(ops, "t", first_rank=2)
+    page = draw_timeline(ops, "t", first_rank=2)
+    assert "replica 3, StatefulPart" in page
+    # A thread that ran two replicas' ops is in the lanes of both.
+    assert re.findall('<text x="4"[^>]*>([^<]*)<', page) == [
+        *("input", "replica 2", "replica 3")
+    ]
+    page = draw_timeline(
+        [*ops, dataclasses.replace(ops[1], thread="c")], "t", first_rank=2
+    )
+    assert ">replica 2, 2</text>" in page
 
 
 def test_a_run_that_is_too_short_says_so(tmp_path, capsys):
@@ -209,6 +219,9 @@ def test_ops_are_known_by_their_scopes(name, kind):
 def test_names_are_text_in_the_page():
     page = draw_timeline([Op("a", "<op> & more:Add", 5, 1)], "a < b")
     assert "&lt;op&gt; &amp; more:Add" in page and "a &lt; b" in page
+    assert (
+        '<div class="scrolls">\n<svg' in page
+    )  # on a phone it does not widen the page
 
 
 @pytest.mark.parametrize("step", [0, 1, True, 2.0])

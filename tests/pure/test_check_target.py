@@ -7,7 +7,13 @@ import pytest
 from tests.support.fresh_python import run_program
 from tfdp.errors import ConfigurationError
 from tfdp.tools.commands import cli
-from tfdp.tools.commands.check_target import Target, load_target, parse_target
+from tfdp.tools.commands.check_target import (
+    Target,
+    is_run,
+    load_build,
+    load_target,
+    parse_target,
+)
 
 BUILD_AND_DATA = """
 def build():
@@ -104,7 +110,32 @@ def test_a_script_alone_defines_build_model_and_make_data(folder):
     found = load_target(parse_target("alone.py"))
     assert (found.build(), found.data) == ("mine", (1, 2))
     with pytest.raises(ConfigurationError, match="no function 'build_model'.*TARGET"):
-        load_target(parse_target("some_target.py"))
+        load_build(parse_target("some_target.py"))
+
+
+@pytest.mark.parametrize(
+    "source, expected",
+    [
+        ("def build_model(): pass\ndef make_data(rows=1, *, seed=2): pass", False),
+        ("from models import build_model\nmake_data = lambda: 1", False),
+        ("def build_model(): pass", True),
+        ("def build_model(units): pass\ndef make_data(): pass", True),
+        ("def build_model(): pass\ndef make_data(*, path): pass", True),
+        ("if True:\n    def build_model(): pass\n    def make_data(): pass", True),
+        ("this is no Python", True),
+    ],
+)
+def test_scripts_without_both_functions_are_run(folder, source, expected):
+    (folder / "train.py").write_text(source, "utf-8")
+    assert is_run(parse_target("train.py")) is expected
+    assert not is_run(parse_target("train.py:function"))
+
+
+@pytest.mark.parametrize("command", ["check", "plan", "tune"])
+def test_only_a_script_that_is_run_takes_arguments(folder, command, capsys):
+    batch = [] if command == "check" else ["--batch", "8"]
+    assert cli.main([command, "some_target.py:pair", *batch, "--", "--x", "1"]) == 2
+    assert "is imported, not run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,9 @@ LOSS = "keras.src.losses.loss"
 OPTIMIZER = "keras.optimizers:Optimizer"
 EPOCH_ITERATOR = "keras.src.trainers.epoch_iterator:EpochIterator"
 VARIABLE = "keras:Variable"
+STRATEGY = "tensorflow.python.distribute.distribute_lib:StrategyBase"
+TENSORFLOW_CONTEXT = "tensorflow.python.eager.context:Context"
+TENSORFLOW_GRAPHS = "tensorflow.compat.v1"
 
 SEAMS: tuple[Seam, ...] = (
     # Losses (`tfdp.seams.losses`).
@@ -370,6 +373,40 @@ SEAMS: tuple[Seam, ...] = (
         "context",
         "large weights of a model that never runs stay empty",
         _initialize_with_initializer="(self, initializer)",
+    ),
+    # A user's script that `tfdp check`, `plan` or `tune` runs until its first `fit`.
+    Seam(
+        STRATEGY,
+        "__new__",
+        None,
+        "always",
+        "a strategy that such a script makes is replaced by the command's",
+    ),
+    *_seams(
+        MODEL,
+        "context",
+        "stops the script, and keeps what fit was called with",
+        fit="(self, x=None, y=None, batch_size=None, epochs=1, verbose='auto', "
+        "callbacks=None, validation_split=0.0, validation_data=None, shuffle=True, "
+        "class_weight=None, sample_weight=None, initial_epoch=0, "
+        "steps_per_epoch=None, validation_steps=None, validation_batch_size=None, "
+        "validation_freq=1)",
+    ),
+    *_seams(
+        TENSORFLOW_CONTEXT,
+        "context",
+        "the devices are those of the command, made before the script runs",
+        set_logical_device_configuration=None,
+        set_visible_devices=None,
+        set_memory_growth=None,
+        intra_op_parallelism_threads=None,
+        inter_op_parallelism_threads=None,
+    ),
+    *_seams(
+        TENSORFLOW_GRAPHS,
+        "context",
+        "the scope around the script outlives its clear_session",
+        reset_default_graph="()",
     ),
     *_seams(
         "tensorflow.python.trackable.base:Trackable",

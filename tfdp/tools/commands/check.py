@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from typing import Any
 
 from tfdp.checks import integer_from
@@ -17,13 +16,14 @@ from tfdp.tools.commands import check_target
 
 HOLDS, FAILS, FAILED = 0, 1, 2
 STRATEGIES = ("tfdp", "mirrored")
+DEFAULT_STEPS = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `tfdp check`."""
     check_target.end_help(
         parser,
-        f"TARGET is {check_target.FORMS}.",
+        f"TARGET is {check_target.FORMS}. {check_target.RUN}",
         f"A function returns {check_target.RETURNS}.",
         "Exit status: 0 the check holds, or holds except for batch normalization per "
         "replica, which is by design; 1 it fails; 2 nothing was checked, the check is "
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = "(default: tfdp)"
     add("--strategy", choices=STRATEGIES, default="tfdp", help=default)
     add("--steps", type=count, metavar="S", help="training steps (default: 4)")
-    rows = "rows of a global batch, for arrays (default: 32)"
+    rows = "rows of a global batch, for arrays (default: that of the script, or 32)"
     add("--batch-size", type=count, metavar="B", help=rows)
     add("--seed", type=integer_from(0), metavar="SEED", help="of build() (default: 0)")
     random = "keep dropout and noise, which draw differently on every replica"
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs `tfdp check`; returns the exit status: 0 holds, 1 fails, 2 inconclusive."""
-    target = check_target.parse_target(options.target)
+    target = check_target.parse_target(options.target, options.arguments)
     check_output_path("--json", options.json)
     with check_target.errors_of_target("the target failed on one device"):
         report = _check(target, options)
@@ -65,10 +65,18 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(target: check_target.Target, options: argparse.Namespace) -> Any:
-    make_strategy = _make_devices(options.replicas)
+    devices = _make_devices(options.replicas)
+    import tensorflow as tf
+
+    import tfdp
     from tfdp.tools.testing.parity import check_parity
 
-    found = check_target.load_target(target)
+    def ours() -> Any:
+        return tfdp.DataParallelStrategy(devices)
+
+    steps = options.steps or DEFAULT_STEPS
+    script_run = check_target.ScriptRun(ours, options.replicas, steps)
+    found = check_target.load_target(target, script_run)
     keywords = dict(found.options)
     for name in ("steps", "batch_size", "seed"):
         if (value := getattr(options, name)) is not None:
@@ -76,23 +84,14 @@ def _check(target: check_target.Target, options: argparse.Namespace) -> Any:
     if options.keep_random_layers:
         keywords["random_layers"] = "keep"
     with progress_bar("training on one device and on the replicas", 0):
-        replicated = make_strategy(options.strategy)
+        is_stock = options.strategy == "mirrored"
+        replicated = tf.distribute.MirroredStrategy(devices) if is_stock else ours()
         return check_parity(found.build, found.data, replicated, **keywords)
 
 
-def _make_devices(replicas: int) -> Callable[[str], Any]:
-    """Configures devices before the target starts TensorFlow; returns a factory."""
-    import tfdp
-
+def _make_devices(replicas: int) -> list[str]:
+    """Configures devices before the target starts TensorFlow."""
     import_tensorflow_quietly()
-    import tensorflow as tf
-
     devices = find_devices(replicas)
-
-    def make_strategy(name: str) -> Any:
-        note_used()  # suppresses the warning about a strategy without a scope
-        if name == "mirrored":
-            return tf.distribute.MirroredStrategy(devices)
-        return tfdp.DataParallelStrategy(devices)
-
-    return make_strategy
+    note_used()  # suppresses the warning about a strategy without a scope
+    return devices

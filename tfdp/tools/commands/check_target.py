@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import dataclasses
 import importlib
@@ -11,16 +12,19 @@ import pathlib
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
 from tfdp.errors import ConfigurationError, TfdpError
 from tfdp.strategies.unused import note_used
 
-FORMS = (
-    "path/to/script.py:function, package.module:function, or path/to/script.py that "
-    "defines build_model() and make_data()"
+FORMS = "path/to/script.py, path/to/script.py:function or package.module:function"
+#: How a script without a function is taken.
+RUN = (
+    "A script that defines build_model() and make_data() is imported. Any other runs "
+    "as `python SCRIPT ARGUMENTS` until its first fit, from which model, data and "
+    "batch size are taken; its arguments go after --."
 )
 RETURNS = (
     "(build, data), or a dict with the keys 'build' and 'data' and perhaps 'steps', "
@@ -32,6 +36,7 @@ ENDED_ITSELF = (
     'trains, parses arguments or exits under `if __name__ == "__main__":`.'
 )
 MODULE_NAME = "tfdp_check_target"
+DEFINITIONS = ("build_model", "make_data")
 OPTIONAL_KEYS = ("steps", "batch_size", "seed", "random_layers")
 
 
@@ -43,10 +48,14 @@ def end_help(parser: argparse.ArgumentParser, *texts: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A script's path or a module's name, and optionally a function in it."""
+    """A script's path or a module's name, and optionally a function in it.
+
+    `arguments` are those of a script that is run.
+    """
 
     module: str
     function: str | None
+    arguments: tuple[str, ...] = ()
 
     @property
     def is_script(self) -> bool:
@@ -90,11 +99,31 @@ def errors_of_target(failure: str) -> Iterator[None]:
         raise ConfigurationError(ENDED_ITSELF if is_exit else failure) from None
 
 
-def parse_target(text: str) -> Target:
+@dataclasses.dataclass(frozen=True)
+class ScriptRun:
+    """How to run a script that has no function for the command.
+
+    Args:
+      make_strategy: makes what the script gets instead of a strategy of its own.
+      replicas: how many replicas the script sees.
+      batches: how many batches to keep of data other than arrays.
+    """
+
+    make_strategy: Callable[[], Any]
+    replicas: int
+    batches: int = 1
+
+
+def parse_target(text: str, arguments: Sequence[str] = ()) -> Target:
     """Parses TARGET from the command line; imports nothing.
 
+    Args:
+      text: TARGET.
+      arguments: of the script, which follow `--`.
+
     Raises:
-      ConfigurationError: its form is unknown, or the script does not exist.
+      ConfigurationError: its form is unknown, the script does not exist, or nothing
+        takes the arguments.
 
     >>> parse_target("pkg.models:small")
     Target(module='pkg.models', function='small')
@@ -103,7 +132,7 @@ def parse_target(text: str) -> Target:
     module, colon, function = text.rpartition(":")
     if not colon:
         module, function = text, ""
-    target = Target(module, function or None)
+    target = Target(module, function or None, tuple(arguments))
     if target.is_script:
         if not pathlib.Path(module).is_file():
             raise ConfigurationError(f"There is no script {module!r}.")
@@ -113,16 +142,74 @@ def parse_target(text: str) -> Target:
         raise ConfigurationError(
             f"{function!r} is not the name of a function. TARGET must be {FORMS}."
         )
+    if arguments and not is_run(target):
+        raise ConfigurationError(
+            f"{text} is imported, not run, so it takes no arguments. Leave out "
+            f"`-- {' '.join(arguments)}`."
+        )
     return target
 
 
-def load_target(target: Target) -> ModelAndData:
-    """Imports the target and calls its function; raises what that code raises."""
+def is_run(target: Target) -> bool:
+    """Whether the target is a script that is run until its first `fit`.
+
+    Not if it defines functions `build_model` and `make_data` that need no arguments.
+    """
+    if not target.is_script or target.function is not None:
+        return False
+    try:
+        body = ast.parse(pathlib.Path(target.module).read_bytes()).body
+    except (SyntaxError, ValueError):
+        return True  # running it shows the error
+    return not {*DEFINITIONS} <= {name for node in body for name in _defined(node)}
+
+
+def _defined(node: ast.stmt) -> Iterator[str]:
+    """Names that a statement at the top level binds to what needs no arguments."""
+    if isinstance(node, ast.FunctionDef):
+        given = node.args
+        needed = len(given.posonlyargs) + len(given.args) - len(given.defaults)
+        if not needed and None not in given.kw_defaults:
+            yield node.name
+    elif isinstance(node, ast.Import | ast.ImportFrom):
+        yield from (each.asname or each.name for each in node.names)
+    elif isinstance(node, ast.Assign):
+        yield from (each.id for each in node.targets if isinstance(each, ast.Name))
+
+
+def load_target(target: Target, script_run: ScriptRun | None = None) -> ModelAndData:
+    """Imports the target and calls its function; raises what that code raises.
+
+    A script without functions for it runs until its first `fit`, as `script_run` says.
+    """
+    if script_run is not None and is_run(target):
+        return _first_fit(target, script_run)
     module = _import(target)
     if target.function is None:
         build = _function(module, target, "build_model")
         return ModelAndData(build, _function(module, target, "make_data")(), {})
     return _read(_function(module, target, target.function)(), target)
+
+
+def _first_fit(target: Target, script_run: ScriptRun) -> ModelAndData:
+    from tfdp.tools.commands.script_fit import Script
+
+    strategy = script_run.make_strategy()
+    script = Script(
+        target.module,
+        target.arguments,
+        strategy,
+        script_run.replicas,
+        script_run.batches,
+    )
+    found = script.first_fit()
+    without = f", without {', '.join(found.callbacks)}" if found.callbacks else ""
+    print(
+        f"tfdp: {target.module} was run until its first fit: model "
+        f"{found.model.name!r}, batches of {found.batch_rows} rows{without}",
+        file=sys.stderr,
+    )
+    return ModelAndData(script.build, found.data, {"batch_size": found.batch_rows})
 
 
 def load_build(target: Target) -> Callable[..., Any]:
@@ -164,7 +251,7 @@ def _import_module(target: Target) -> ModuleType:
 def _function(module: ModuleType, target: Target, name: str) -> Callable[..., Any]:
     function = getattr(module, name, None)
     if not callable(function):
-        hint = "" if target.function else f" Without a function TARGET is {FORMS}."
+        hint = f" TARGET is {FORMS}." if target.function is None else ""
         raise ConfigurationError(f"{target.module} defines no function {name!r}.{hint}")
     return function
 

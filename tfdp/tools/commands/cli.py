@@ -42,6 +42,8 @@ COMMANDS = {
     "report": (f"{_HERE}.report", "what a training run did, as a page"),
     "bench": ("tfdp.tools.bench.command", "benchmarks against TensorFlow's strategies"),
 }
+# These take a script's own arguments after --.
+TAKE_SCRIPTS = ("check", "plan", "tune")
 # Exit codes: 128 + SIGPIPE, as shells report it, and output that cannot be written.
 READER_LEFT, NOT_WRITTEN = 141, 2
 
@@ -111,7 +113,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     words = list(sys.argv[1:] if arguments is None else arguments)
     # The first word is the command, or an option such as --help that exits.
-    options = make_parser(words[0] if words else "").parse_args(words)
+    command = words[0] if words else ""
+    arguments_of_script: list[str] = []
+    if command in TAKE_SCRIPTS and "--" in words:
+        place = words.index("--")
+        words, arguments_of_script = words[:place], words[place + 1 :]
+    options = make_parser(command).parse_args(words)
+    options.arguments = arguments_of_script
     try:
         code = options.run(options)
         if sys.stdout is not None:  # None: closed from the beginning

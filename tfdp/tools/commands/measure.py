@@ -16,6 +16,7 @@ from tfdp.files.asked_for import check_output_path, written_for
 from tfdp.tools.bench.processes.two_hosts import check_rate
 from tfdp.tools.bench.worker_process import answer, find_devices
 from tfdp.tools.commands.check_target import (
+    ScriptRun,
     load_target,
     parse_target,
     training_a_target,
@@ -206,7 +207,8 @@ def _figures(text: str, replicas: int, samples: int, steps: int) -> dict[str, An
     # As in the benchmarks: one core for each logical CPU.
     devices = find_devices(replicas, intra_op_threads=1)
     strategy = without_sums(tfdp.DataParallelStrategy(devices))
-    target = load_target(parse_target(text))
+    script_run = ScriptRun(lambda: strategy, replicas)
+    target = load_target(parse_target(text), script_run)
     keras.utils.set_random_seed(0)
     with strategy.scope():
         model = target.build()

@@ -15,8 +15,15 @@ from tfdp.files.asked_for import check_output_paths, write_json_for, write_text_
 from tfdp.plan.shards import SHARD_STAGES, Sharding
 from tfdp.progress_bar import progress_bar
 from tfdp.strategies.quiet import NOT_NEEDED_FOR_A_STEP, import_tensorflow_quietly
-from tfdp.tools.commands.check_target import end_help, errors_of_target
-from tfdp.tools.commands.plan_model import FORMS, bytes_of, load_model
+from tfdp.strategies.unused import note_used
+from tfdp.tools.commands.check_target import Target, end_help, errors_of_target
+from tfdp.tools.commands.plan_model import (
+    BATCH_HELP,
+    FORMS,
+    bytes_of,
+    load_model,
+    parse_model,
+)
 
 FITS, DOES_NOT_FIT, FAILED = 0, 1, 2
 # Those of `tfdp.remat`, whose import would load TensorFlow.
@@ -27,14 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `tfdp plan`."""
     end_help(
         parser,
-        f"MODEL is {FORMS}.",
+        f"MODEL is {FORMS}",
         "Exit status: 0 it fits, or no memory was given; 1 it does not; 2 nothing was "
         "planned, or a file could not be written.",
     )
     add = parser.add_argument
     count = partial(parser.add_argument, type=integer_from(1))
     add("model", metavar="MODEL", help="what to plan; see below")
-    count("--batch", metavar="N", required=True, help="rows of all replicas together")
+    count("--batch", metavar="N", help=BATCH_HELP)
     add("--memory", metavar="SIZE", help="of one replica, such as 16GB")
     count("--replicas", metavar="R", default=1, help="per host (default: 1)")
     count("--hosts", metavar="H", default=1, help="(default: 1)")
@@ -68,9 +75,10 @@ def run(options: argparse.Namespace) -> int:
     memory_bytes = None if options.memory is None else bytes_of(options.memory)
     sharding = _sharding(options)
     check_output_paths({"--json": options.json, "--page": options.page})
+    target = parse_model(options.model, options.arguments, options.batch)
     with errors_of_target("the model's step could not be traced"):
         try:
-            answer = _answer(options, sharding, memory_bytes)
+            answer = _answer(options, target, sharding, memory_bytes)
         except MemoryError as error:
             raise ConfigurationError(
                 f"such a batch does not fit here: {error}"
@@ -86,16 +94,25 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _answer(
-    options: argparse.Namespace, sharding: Sharding, memory_bytes: int | None
+    options: argparse.Namespace,
+    target: Target | str,
+    sharding: Sharding,
+    memory_bytes: int | None,
 ) -> Any:
     import_tensorflow_quietly(without=NOT_NEEDED_FOR_A_STEP)
     from tfdp.tools.planning.answer import Answer
     from tfdp.tools.planning.planner import Planner, have_devices
-    from tfdp.tools.planning.ways import largest_batch, ways_to_fit
+    from tfdp.tools.planning.ways import (
+        largest_batch,
+        settings_to_try,
+        ways_to_fit,
+    )
 
+    note_used()  # suppresses the warning about a strategy without a scope
     have_devices(options.replicas, is_offloading=sharding.offloads)
     with errors_of_target(f"{options.model} could not be loaded"):
-        build, batch = load_model(options.model, options.batch)
+        replicas = options.replicas * options.hosts
+        build, batch = load_model(target, options.batch, replicas)
     planner = Planner(
         build,
         batch,
@@ -104,14 +121,20 @@ def _answer(
         shard=sharding,
         any_rows=memory_bytes is not None and not options.quick,
     )
-    rows, remat = planner.local_rows, options.remat
-    with progress_bar("tracing the step", 0):
-        plan = planner.at(rows, remat=remat, memory_bytes=memory_bytes)
+    remat = options.remat
+    limit = None if options.quick else memory_bytes
+    # The requested one, those for the largest batch, and the ways to need less.
+    count = 1 if limit is None else 2 + len(settings_to_try(planner))
+    settings = "1 setting" if count == 1 else f"{count} settings"
+    with progress_bar(f"planning {settings}", count) as advance:
+        plan = planner.at(planner.local_rows, remat=remat, memory_bytes=memory_bytes)
+        advance(1)
         largest, ways = None, []
-        if memory_bytes is not None and not options.quick:
-            largest = largest_batch(planner, memory_bytes, remat=remat)
+        if limit is not None:
+            largest = largest_batch(planner, limit, remat=remat)
+            advance(1)
             if not plan.fits:
-                ways = list(ways_to_fit(planner, memory_bytes))
+                ways = list(ways_to_fit(planner, limit, advance))
     return Answer(options.model, plan, largest, ways)
 
 

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
 from tfdp.errors import ConfigurationError
-from tfdp.tools.commands.check_target import load_target, parse_target
+from tfdp.tools.commands import check_target
+from tfdp.tools.commands.check_target import ScriptRun, Target, load_target
 
 FORMS = (
-    "what `tfdp check` takes (path/to/script.py, path/to/script.py:function, "
-    "package.module:function), or the name of a model of keras.applications, such as "
-    "ResNet50, which is compiled with Adam"
+    f"{check_target.FORMS}, or the name of a model of keras.applications, such as "
+    f"ResNet50, which is compiled with Adam. {check_target.RUN}"
 )
+BATCH_HELP = "rows of all replicas together (default: those of the script's fit)"
 # For models that take images of any size.
 IMAGE_SHAPE = (224, 224, 3)
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 # More than any machine has; larger numbers may overflow a float.
 MOST_BYTES, MOST_CHARACTERS = 10**18, 80
@@ -31,6 +33,11 @@ def bytes_of(text: str) -> int:
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B?)\s*", text.upper())
     unit = found[2] if found else ""
+    if found and not unit and len(text) <= MOST_CHARACTERS:
+        raise ConfigurationError(
+            f"{text.strip()} what? A size is a number and a unit: {found[1]}GB, or "
+            f"{found[1]}GiB, MB, MiB, B."
+        )
     if found and unit not in UNITS:
         unit += "B"  # 16G
     size_bytes = 0
@@ -45,20 +52,55 @@ def bytes_of(text: str) -> int:
     return size_bytes
 
 
-def load_model(text: str, batch_rows: int) -> tuple[Callable[[], Any], Any]:
-    """The function that builds the compiled model, and a batch as `plan` takes it."""
+def parse_model(text: str, arguments: Sequence[str], rows: int | None) -> Target | str:
+    """A target, or the name of a model of keras.applications; imports nothing.
+
+    Raises:
+      ConfigurationError: its form is unknown, or nothing gives the rows of a batch.
+    """
+    target = text if text.isidentifier() else check_target.parse_target(text, arguments)
+    is_run = isinstance(target, Target) and check_target.is_run(target)
+    if rows is None and not is_run:
+        raise ConfigurationError(
+            f"--batch is needed: {text} does not call fit, which would give the rows "
+            "of a batch."
+        )
+    if isinstance(target, str) and arguments:
+        raise ConfigurationError(
+            f"{text} is a model of keras.applications and takes no arguments. Leave "
+            f"out `-- {' '.join(arguments)}`."
+        )
+    return target
+
+
+def load_model(
+    target: Target | str, batch_rows: int | None, replicas: int
+) -> tuple[Callable[[], Any], Any]:
+    """The function that builds the compiled model, and a batch as `plan` takes it.
+
+    `batch_rows`: None for those of the script's fit; `replicas`: on all hosts.
+    """
     import keras
 
-    if text.isidentifier() and callable(getattr(keras.applications, text, None)):
-        return _application(getattr(keras.applications, text)), batch_rows
-    if text.isidentifier():
-        names = [name for name in dir(keras.applications) if name[0].isupper()]
-        raise ConfigurationError(
-            f"There is no model {text!r} in keras.applications. MODEL is {FORMS}. The "
-            f"names: {', '.join(names)}."
-        )
-    found = load_target(parse_target(text))
-    return found.build, _batch_of(found.data, batch_rows)
+    import tfdp
+
+    if isinstance(target, Target):
+
+        def for_script() -> Any:
+            return tfdp.DataParallelStrategy(["CPU:0"], alone=True)
+
+        found = load_target(target, ScriptRun(for_script, replicas))
+        rows = batch_rows or found.options["batch_size"]
+        return found.build, _batch_of(found.data, rows)
+    if batch_rows and callable(getattr(keras.applications, target, None)):
+        return _application(getattr(keras.applications, target)), batch_rows
+    names = [name for name in dir(keras.applications) if name[0].isupper()]
+    close = difflib.get_close_matches(target, names, n=1)
+    hint = f" Did you mean {close[0]}?" if close else ""
+    raise ConfigurationError(
+        f"There is no model {target!r} in keras.applications.{hint} MODEL is {FORMS} "
+        f"The names: {', '.join(names)}."
+    )
 
 
 def _application(constructor: Callable[..., Any]) -> Callable[[], Any]:

@@ -18,11 +18,12 @@ from tfdp.cluster.machine import installed_versions, usable_cores
 from tfdp.errors import ConfigurationError
 from tfdp.files.asked_for import check_output_paths, write_json_for, write_text_for
 from tfdp.launch.local import own_gpus
+from tfdp.progress_bar import progress_bar
 from tfdp.tools.bench.python_process import ended_together
-from tfdp.tools.commands.check_target import end_help, parse_target
-from tfdp.tools.commands.plan_model import FORMS, bytes_of
-from tfdp.tools.commands.tune_processes import Trials
-from tfdp.tools.commands.tune_run import Finished, TuneRun
+from tfdp.tools.commands.check_target import end_help
+from tfdp.tools.commands.plan_model import BATCH_HELP, FORMS, bytes_of, parse_model
+from tfdp.tools.commands.tune_processes import TrialFailed, Trials
+from tfdp.tools.commands.tune_run import Finished, TuneRun, batch_of_script, what_fits
 from tfdp.tools.report.charts import PART_BARS_STYLE, part_bars
 from tfdp.tools.report.html_page import html_page, legend
 from tfdp.tools.tune.space import LOSSY, Place, Setting, knobs_of
@@ -37,14 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of `tfdp tune`."""
     end_help(
         parser,
-        f"TARGET is {FORMS}.",
+        f"TARGET is {FORMS}",
         "Exit status: 0 tuned, perhaps with the defaults as the result; 2 nothing was "
         "tuned, or a file could not be written.",
     )
     add = parser.add_argument
     count = partial(parser.add_argument, type=integer_from(1))
     add("target", metavar="TARGET", help="what to train; see below")
-    count("--batch", metavar="N", required=True, help="rows of all replicas together")
+    count("--batch", metavar="N", help=BATCH_HELP)
     workers = "processes on this machine, as tfdp launch starts them (default: 1)"
     count("--workers", default=1, metavar="W", help=workers)
     replicas = "of each worker (default: its GPUs, or a logical CPU for each core)"
@@ -94,8 +95,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _run_of(options: argparse.Namespace) -> TuneRun:
     """Checks all options before minutes of trials, not after them."""
-    if not options.target.isidentifier():
-        parse_target(options.target)
+    parse_model(options.target, options.arguments, options.batch)
     for name in ("minutes", "timeout_seconds"):
         value = getattr(options, name)
         if not (0 < value < math.inf):
@@ -110,20 +110,26 @@ def _run_of(options: argparse.Namespace) -> TuneRun:
     engine = "in_process" if options.workers == 1 else "sockets"
     engine = "tensorflow" if gpus else engine
     replicas = options.replicas or each
-    place = Place(options.workers, replicas, options.batch, engine)
+    place = Place(options.workers, replicas, options.batch or 0, engine)
     memory_bytes = None if options.memory is None else bytes_of(options.memory)
     if place.all_replicas == 1 and memory_bytes is None:
         raise ConfigurationError(
             "One replica sends nothing, so there is nothing to tune. Give --replicas "
             "or --workers, or --memory to try remat and accumulation."
         )
+    if options.batch is None:
+        options.batch = _batch_of_script(options, place.all_replicas)
+        place = dataclasses.replace(place, rows=options.batch)
     if place.rows < place.all_replicas:
         raise ConfigurationError(
             f"--batch {place.rows} gives {place.all_replicas} replicas less than a row "
             "each."
         )
     knobs = knobs_of(place, options.allow_lossy, memory_bytes is not None)
-    trials = Trials(options.target, place, options.steps, options.timeout_seconds)
+    arguments = tuple(options.arguments)
+    trials = Trials(
+        options.target, place, options.steps, options.timeout_seconds, arguments
+    )
     return TuneRun(
         trials,
         place,
@@ -133,7 +139,18 @@ def _run_of(options: argparse.Namespace) -> TuneRun:
         rounds=options.rounds,
         finalists=options.finalists,
         minutes=options.minutes,
+        fits=partial(what_fits, arguments=arguments),
     )
+
+
+def _batch_of_script(options: argparse.Namespace, replicas: int) -> int:
+    with ended_together(), progress_bar("running the script until its first fit", 0):
+        try:
+            return batch_of_script(options.target, options.arguments, replicas)
+        except TrialFailed as error:
+            raise ConfigurationError(
+                f"{options.target} gave no batch size, so give --batch: {error}"
+            ) from None
 
 
 def _document(options: argparse.Namespace, found: Finished) -> dict[str, Any]:

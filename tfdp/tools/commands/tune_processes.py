@@ -41,6 +41,7 @@ class Trials:
     place: Place
     steps: int  # timed in each trial
     timeout_seconds: float  # of each trial
+    arguments: tuple[str, ...] = ()  # of a script that is run
 
     def measure(self, setting: Setting, with_facts: bool = False) -> Measured:
         """Times one setting in fresh processes; raises TrialFailed."""

@@ -14,7 +14,7 @@ from tfdp.errors import ConfigurationError
 from tfdp.plan.shards import shard_stage
 from tfdp.progress_bar import progress_bar
 from tfdp.tools.bench.worker_process import answer
-from tfdp.tools.commands.plan_model import load_model
+from tfdp.tools.commands.plan_model import load_model, parse_model
 from tfdp.tools.commands.tune_processes import TrialFailed, Trials, result_of
 from tfdp.tools.tune.proposal import in_order
 from tfdp.tools.tune.space import DEFAULTS, Place, Setting, Space
@@ -28,10 +28,15 @@ from tfdp.tools.tune.words import Terms, line_of_round, line_of_trial, outcome
 Stored = tuple[str, bool, int]
 STORED = ("shard", "remat", "accumulation_steps")
 TIMEOUT_SECONDS = 1800.0
+MODULE = "tfdp.tools.commands.tune_run"
 
 
 def what_fits(
-    target: str, place: Place, memory_bytes: int, stored: Sequence[Stored]
+    target: str,
+    place: Place,
+    memory_bytes: int,
+    stored: Sequence[Stored],
+    arguments: Sequence[str] = (),
 ) -> dict[Stored, tuple[int, bool]]:
     """A replica's peak memory in bytes, and whether it fits, for each of `stored`.
 
@@ -42,20 +47,43 @@ def what_fits(
       place: the processes and replicas.
       memory_bytes: of one replica.
       stored: the ways to plan.
+      arguments: of a script that is run.
     """
     request = {
         "target": target,
         "place": [place.rows, place.processes, place.replicas],
         "memory_bytes": memory_bytes,
         "stored": [list(each) for each in stored],
+        "arguments": list(arguments),
     }
-    module = "tfdp.tools.commands.tune_run"
-    found = result_of(module, request, TIMEOUT_SECONDS, CUDA_VISIBLE_DEVICES="")
+    found = result_of(MODULE, request, TIMEOUT_SECONDS, CUDA_VISIBLE_DEVICES="")
     return {tuple(each): (peak_bytes, fits) for each, peak_bytes, fits in found}
 
 
+def batch_of_script(target: str, arguments: Sequence[str], replicas: int) -> int:
+    """The batch size of the first `fit` of a script; raises TrialFailed."""
+    request = {"target": target, "arguments": list(arguments), "replicas": replicas}
+    found = result_of(MODULE, request, TIMEOUT_SECONDS, CUDA_VISIBLE_DEVICES="")
+    return int(found)
+
+
+def _batch_of(target: str, arguments: list[str], replicas: int) -> int:
+    from tfdp.strategies.quiet import import_tensorflow_quietly
+
+    import_tensorflow_quietly()
+    from tfdp.tools.planning.traced_step import batch_of
+
+    parsed = parse_model(target, arguments, None)
+    build, batch = load_model(parsed, None, replicas)
+    return int(batch_of(batch, build).rows)
+
+
 def _answers(
-    target: str, place: list[int], memory_bytes: int, stored: list[list[Any]]
+    target: str,
+    place: list[int],
+    memory_bytes: int,
+    stored: list[list[Any]],
+    arguments: list[str],
 ) -> list[Any]:
     from tfdp.strategies.quiet import import_tensorflow_quietly
 
@@ -65,7 +93,8 @@ def _answers(
 
     global_rows, processes, replicas = place
     have_devices(replicas)
-    build, batch = load_model(target, global_rows)
+    parsed = parse_model(target, arguments, global_rows)
+    build, batch = load_model(parsed, global_rows, replicas * processes)
     planner = Planner(build, batch, replicas=replicas, hosts=processes)
     found: list[Any] = []
     for shard, remat, steps in stored:
@@ -256,5 +285,9 @@ class TuneRun:
         self.say(line)
 
 
+def _answer(request: dict[str, Any]) -> Any:
+    return _answers(**request) if "stored" in request else _batch_of(**request)
+
+
 if __name__ == "__main__":
-    answer(sys.argv[1:], lambda request: _answers(**request))
+    answer(sys.argv[1:], _answer)

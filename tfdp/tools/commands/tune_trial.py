@@ -16,12 +16,8 @@ from typing import Any
 from tfdp.errors import ConfigurationError
 from tfdp.hosts.link_speed import speed_of_sums
 from tfdp.tools.bench.worker_process import answer, find_devices
-from tfdp.tools.commands.check_target import (
-    load_target,
-    parse_target,
-    training_a_target,
-)
-from tfdp.tools.commands.plan_model import load_model
+from tfdp.tools.commands.check_target import ScriptRun, load_target, training_a_target
+from tfdp.tools.commands.plan_model import load_model, parse_model
 from tfdp.tools.tune.space import Place, Setting
 
 WARM_UP_STEPS = 3
@@ -38,9 +34,9 @@ def _figures(request: dict[str, Any]) -> dict[str, Any] | None:
 
     setting, place = Setting.from_json(request["setting"]), Place(**request["place"])
     strategy = _strategy(place, setting, request["timeout_seconds"])
-    build, data = _target(request["target"], place.rows)
     keras.utils.set_random_seed(0)
-    with strategy.scope():
+    with strategy.scope():  # in which a script builds its model when it is run
+        build, data = _target(request, place, strategy)
         model = build()
     if setting.remat:
         remat(model)
@@ -124,11 +120,15 @@ def _accumulate(model: Any, steps: int) -> None:
     optimizer.gradient_accumulation_steps = steps
 
 
-def _target(text: str, rows: int) -> tuple[Callable[[], Any], Any]:
+def _target(
+    request: dict[str, Any], place: Place, strategy: Any
+) -> tuple[Callable[[], Any], Any]:
     """The model function, and the data; None for a model of keras.applications."""
-    if text.isidentifier():
-        return load_model(text, rows)[0], None
-    found = load_target(parse_target(text))
+    target = parse_model(request["target"], request["arguments"], place.rows)
+    if isinstance(target, str):
+        return load_model(target, place.rows, place.all_replicas)[0], None
+    script_run = ScriptRun(lambda: strategy, place.all_replicas)
+    found = load_target(target, script_run)
     return found.build, found.data
 
 

@@ -21,8 +21,6 @@ from tfdp.tools.bench.worker_process import answer, run_worker
 if TYPE_CHECKING:
     import tensorflow as tf
 
-    from tfdp.compression.method import Method
-
 
 #: Name in `KNOWN_WAYS` of the simulator -> method of `tfdp.compression`, arguments.
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -89,7 +87,7 @@ def take_one_thread() -> None:
 
 
 def time_coding(
-    methods: Mapping[str, Method], shapes: Sequence[tuple[int, ...]], repeats: int
+    methods: Mapping[str, Any], shapes: Sequence[tuple[int, ...]], repeats: int
 ) -> dict[str, tuple[int, float, list[float]]]:
     """Times a host's step without sending: encode, decode of two peers, add.
 
@@ -131,7 +129,7 @@ class _Echo:
 
 
 def _prepare(
-    method: Method, shapes: Sequence[tuple[int, ...]]
+    method: Any, shapes: Sequence[tuple[int, ...]]
 ) -> tuple[Callable[[], object], int, float]:
     """One exchange, warmed up; the bytes of its gradients, and those sent."""
     import tensorflow as tf

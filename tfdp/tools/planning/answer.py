@@ -13,7 +13,12 @@ from tfdp.tools.report.charts import LIMIT_COLOUR, PART_BARS_STYLE, part_bars
 from tfdp.tools.report.html_page import TABLE_STYLE, html_page, html_table, legend
 from tfdp.tools.report.text import format_table
 
-WAY_TITLES = ("setting", "peak", "fits", "more FLOPs", "sent in a step")
+WAY_TITLES = (
+    *("way to need less", "peak", "with margin", "fits"),
+    *("more FLOPs", "sent in a step"),
+)
+# Replicas on both need the same.
+PLACE = "(GPU or CPU)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +36,7 @@ class Answer:
         plan = self.plan
         of = f"a replica of {plan.replicas}" if plan.replicas > 1 else "one replica"
         text = (
-            f"{self.model}: {of} with {plan.local_rows} rows needs "
+            f"{self.model}: {of} {PLACE} with {plan.local_rows} rows needs "
             f"{_megabytes(plan.peak_bytes)} at the peak of a step"
         )
         if plan.memory_bytes is None:
@@ -61,6 +66,7 @@ class Answer:
             (
                 way.name,
                 _megabytes(way.peak_bytes),
+                _megabytes(way.needed_bytes),
                 "yes" if way.fits else "no",
                 f"{way.more_flops:+.0%}",
                 _megabytes(way.sent_bytes),
@@ -71,6 +77,7 @@ class Answer:
     def fact_rows(self) -> list[tuple[str, str]]:
         plan = self.plan
         rows = [
+            ("peak with its margin", _megabytes(plan.needed_bytes)),
             ("FLOPs of a replica in a step", f"{plan.flops:.3g}"),
             ("sent by a replica in a step", _megabytes(plan.sent_bytes)),
             ("shard", plan.shard + _remat_text(plan.remat)),

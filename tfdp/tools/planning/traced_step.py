@@ -17,6 +17,7 @@ from tfdp._private.keras_models import (
     build_as_declared,
     given_losses,
     large_variables_left_empty,
+    updates_all_variables,
 )
 from tfdp.chain.table_rows import Table, sums_repeated_rows, tables_of
 from tfdp.checks import is_whole
@@ -153,7 +154,13 @@ class TracedModel:
     def _traced(self, local_rows: int) -> Any:
         zeros = self.batch.zeros(local_rows)
         with self._strategy.scope(), large_variables_left_empty(LEAST_EMPTY_BYTES):
-            build_as_declared(self.model, zeros)
+            try:
+                build_as_declared(self.model, zeros)
+            except Exception:
+                # Its own train_step may call the model on something else than a batch,
+                # and builds it while it is traced.
+                if updates_all_variables(self.model):
+                    raise
 
         def part_of(context: Any) -> Any:
             return tf.nest.map_structure(tf.constant, zeros)

@@ -39,6 +39,11 @@ class Way:
     more_flops: float
     sent_bytes: int
 
+    @property
+    def needed_bytes(self) -> int:
+        """The peak plus the margin: memory in which it fits."""
+        return needed_for(self.peak_bytes)
+
 
 def largest_batch(
     planner: Planner, memory_bytes: int, remat: bool | str = False
@@ -134,34 +139,59 @@ def _most_that_fits(
     return low
 
 
-def ways_to_fit(planner: Planner, memory_bytes: int) -> Iterator[Way]:
-    """Yields settings that need less memory, cheapest in traffic and FLOPs first.
-
-    They may fit or not. Accumulation is computed from the plan of a micro-batch and one
-    more set of gradients; the others are traced.
-    """
-    rows, own = planner.local_rows, str(planner.sharding.what)
-    base = planner.at(rows)
+def settings_to_try(planner: Planner) -> list[tuple[str, bool | str, int]]:
+    """(shard, remat, steps of accumulation), cheapest in traffic and FLOPs first."""
+    own = str(planner.sharding.what)
     stages = SHARD_STAGES[planner.sharding.stage :] if planner.replicas > 1 else (own,)
-    for shard in stages:
-        for remat in (False, True, "segments"):
-            if (shard, remat) == (own, False):
-                continue
-            try:
-                found = planner.at(rows, shard=shard, remat=remat)
-            except ConfigurationError:
-                continue  # an optimizer that cannot be sharded, a layer not recomputed
-            yield Way(
-                _code(shard, remat, own),
-                found.peak_bytes,
-                found.fits_in(memory_bytes),
-                found.flops / base.flops - 1 if base.flops else 0.0,
-                found.sent_bytes,
-            )
-    for steps in MICRO_STEPS:
-        if rows // steps >= 1:
-            micro = planner.at(-(-rows // steps))
-            yield _accumulating(micro, steps, planner, memory_bytes)
+    policies: tuple[bool | str, ...] = (False, True, "segments")
+    found = [(shard, remat, 1) for shard in stages for remat in policies]
+    return [*found[1:], *((own, False, steps) for steps in MICRO_STEPS)]
+
+
+def ways_to_fit(
+    planner: Planner,
+    memory_bytes: int,
+    advance: Callable[[float], None] = lambda settings: None,
+) -> Iterator[Way]:
+    """Yields those of `settings_to_try` that need less memory; they may fit or not.
+
+    Accumulation is computed from the plan of a micro-batch and one more set of
+    gradients; the others are traced. `advance` is called after each setting.
+    """
+    base = planner.at(planner.local_rows)
+    for setting in settings_to_try(planner):
+        way = _way(planner, memory_bytes, base, *setting)
+        advance(1)
+        if way is not None and way.peak_bytes < base.peak_bytes:
+            yield way
+
+
+def _way(
+    planner: Planner,
+    memory_bytes: int,
+    base: MemoryPlan,
+    shard: str,
+    remat: bool | str,
+    steps: int,
+) -> Way | None:
+    """None: the setting is impossible for this model or batch."""
+    rows = planner.local_rows
+    if steps > 1:
+        if rows < steps:
+            return None
+        micro = planner.at(-(-rows // steps))
+        return _accumulating(micro, steps, planner, memory_bytes)
+    try:
+        found = planner.at(rows, shard=shard, remat=remat)
+    except ConfigurationError:
+        return None  # an optimizer that cannot be sharded, a layer not recomputed
+    return Way(
+        _code(shard, remat, str(planner.sharding.what)),
+        found.peak_bytes,
+        found.fits_in(memory_bytes),
+        found.flops / base.flops - 1 if base.flops else 0.0,
+        found.sent_bytes,
+    )
 
 
 def _code(shard: str, remat: bool | str, own: str) -> str:

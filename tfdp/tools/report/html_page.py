@@ -19,6 +19,11 @@ _PAGE = """<!DOCTYPE html>
 <title>{title}</title>
 <style>
 body {{ font: 14px sans-serif; margin: 24px; color: #222; background: #fff; }}
+h1, p {{ overflow-wrap: anywhere; }}
+pre, .scrolls {{ overflow-x: auto; }}
+svg[viewBox] {{ max-width: 100%; height: auto; }}
+.scrolls svg {{ max-width: none; }}
+@media (max-width: 500px) {{ body {{ margin: 12px; }} }}
 svg text {{ font: 12px sans-serif; fill: #222; }}
 {style}</style>
 </head>
@@ -33,6 +38,11 @@ svg text {{ font: 12px sans-serif; fill: #222; }}
 def html_page(title: str, *parts: str, style: str = "") -> str:
     """Renders a page: `title` is plain text, `parts` HTML, `style` further CSS."""
     return _PAGE.format(title=html.escape(title), body="\n".join(parts), style=style)
+
+
+def scrolls(part: str) -> str:
+    """A part that scrolls sideways where the page is narrower."""
+    return f'<div class="scrolls">\n{part}\n</div>'
 
 
 def legend(colours: Mapping[str, str]) -> str:
@@ -55,8 +65,8 @@ def html_table(
         return f"<tr>{inner}</tr>"
 
     body = "\n".join(line(row, "td") for row in rows)
-    head = f"<h2>{html.escape(heading)}</h2>\n<table>\n{line(titles, 'th')}"
-    return f"{head}\n{body}\n</table>"
+    table = scrolls(f"<table>\n{line(titles, 'th')}\n{body}\n</table>")
+    return f"<h2>{html.escape(heading)}</h2>\n{table}"
 
 
 def svg_line(

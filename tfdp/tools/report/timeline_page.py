@@ -1,4 +1,4 @@
-"""Renders a training step: a lane for each thread, a box for each op."""
+"""Renders a training step: lanes of each replica, a box for each op."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tfdp.tools.report.charts import ticks_between
-from tfdp.tools.report.html_page import html_page, legend, svg_line, svg_text
+from tfdp.tools.report.html_page import (
+    html_page,
+    legend,
+    scrolls,
+    svg_line,
+    svg_text,
+)
 
 if TYPE_CHECKING:
     from tfdp._private.step_trace import TraceEvent
@@ -28,7 +34,7 @@ COLOURS = {
     UPDATE: "#d9a521",
     "computing": "#9dbbdb",
 }
-_WIDTH, _LANE, _GAP, _LEFT, _TOP = 1100, 26, 8, 80, 30
+_WIDTH, _LANE, _GAP, _LEFT, _TOP = 1100, 26, 8, 110, 30
 _MOST_TICKS = 10
 # Boxes narrower than this, in pixels, are omitted.
 _THINNEST = 0.02
@@ -104,31 +110,53 @@ def draw_timeline(
     first = min(e.start_us for e in events)
     last = max(e.start_us + e.duration_us for e in events)
     scale = (_WIDTH - _LEFT - 10) / max(last - first, 1e-9)
-    threads = list(dict.fromkeys(e.thread for e in events))
-    height = _TOP + len(threads) * (_LANE + _GAP) + 20
+    lanes = _lanes(events, first_rank)
+    height = _TOP + len(lanes) * (_LANE + _GAP) + 20
     parts = [
         f'<svg width="{_WIDTH}" height="{height}" viewBox="0 0 {_WIDTH} {height}">',
         *_axis((last - first) / 1e3, scale * 1e3, height),
     ]
-    for lane, thread in enumerate(threads):
-        y = _TOP + lane * (_LANE + _GAP)
-        parts.append(f'<text x="4" y="{y + 17}">thread {lane + 1}</text>')
-        for event in events:
-            if event.thread == thread and event.duration_us * scale >= _THINNEST:
-                x = _LEFT + (event.start_us - first) * scale
-                colour = COLOURS[kind_of(event.name, optimizers)]
-                width = event.duration_us * scale
-                replica = replica_of(event.name, first_rank)
-                of = "" if replica is None else f"replica {replica}, "
-                ms = f"{event.duration_us / 1e3:.3f} ms"
-                parts.append(
-                    f'<rect x="{x:.2f}" y="{y}" width="{max(width, 0.4):.2f}" '
-                    f'height="{_LANE}" fill="{colour}"><title>'
-                    f"{html.escape(f'{of}{event.name}: {ms}')}</title></rect>"
-                )
+    for number, (lane, of_lane) in enumerate(lanes.items()):
+        y = _TOP + number * (_LANE + _GAP)
+        parts.append(f'<text x="4" y="{y + 17}">{lane}</text>')
+        for event in of_lane:
+            width = event.duration_us * scale
+            if width < _THINNEST:
+                continue
+            x = _LEFT + (event.start_us - first) * scale
+            colour = COLOURS[kind_of(event.name, optimizers)]
+            ms = f"{event.duration_us / 1e3:.3f} ms"
+            parts.append(
+                f'<rect x="{x:.2f}" y="{y}" width="{max(width, 0.4):.2f}" '
+                f'height="{_LANE}" fill="{colour}"><title>'
+                f"{html.escape(f'{lane}, {event.name}: {ms}')}</title></rect>"
+            )
     parts.append("</svg>")
-    hint = "<p>Point at a box to see the op.</p>"
-    return html_page(title, legend(COLOURS), *parts, hint)
+    hint = (
+        "<p>A replica has a lane for each thread that ran its ops. Point at a box to "
+        "see the op.</p>"
+    )
+    return html_page(title, legend(COLOURS), scrolls("\n".join(parts)), hint)
+
+
+def _lanes(
+    events: Sequence[TraceEvent], first_rank: int
+) -> dict[str, list[TraceEvent]]:
+    """The events of each lane: of a replica, or the input pipeline, and a thread."""
+    by_lane: dict[tuple[int, str], list[TraceEvent]] = {}
+    for event in events:
+        rank = replica_of(event.name, first_rank)
+        key = (-1 if rank is None else rank, event.thread)
+        by_lane.setdefault(key, []).append(event)
+    threads: dict[int, int] = {}
+    lanes = {}
+    for rank, thread in sorted(by_lane):
+        threads[rank] = threads.get(rank, 0) + 1
+        name = "input" if rank < 0 else f"replica {rank}"
+        lanes[name if threads[rank] == 1 else f"{name}, {threads[rank]}"] = by_lane[
+            rank, thread
+        ]
+    return lanes
 
 
 def _axis(total_ms: float, scale: float, height: int) -> list[str]:

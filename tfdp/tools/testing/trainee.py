@@ -14,7 +14,11 @@ import tensorflow as tf
 from tfdp.errors import ConfigurationError
 from tfdp.step.find_optimizers import optimizers_of
 from tfdp.tools.testing.batches import Batch, as_dataset
-from tfdp.tools.testing.model_parts import random_layers, switch_off_random_layers
+from tfdp.tools.testing.model_parts import (
+    layers_of,
+    random_layers,
+    switch_off_random_layers,
+)
 
 # (new model, number of replicas): modifies the model.
 ModelChange = Callable[[keras.Model, int], None]
@@ -158,7 +162,9 @@ def _checked(model: Any) -> keras.Model:
 
 
 def _build_variables(model: keras.Model, batch: Batch) -> None:
-    if model.built:
+    parts = layers_of(model)[1:]
+    # Of a model with its own train_step, call may take something else than a batch.
+    if model.built or (parts and all(layer.built for layer in parts)):
         return
     inputs = batch[0] if isinstance(batch, tuple) else batch
     try:

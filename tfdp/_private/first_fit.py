@@ -1,0 +1,132 @@
+"""A user's script that runs until its first `fit`: what is replaced, what is read."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.trainers.data_adapters import get_data_adapter
+
+from tfdp.errors import ConfigurationError
+from tfdp.seams.replace import class_attribute, replace_for_good
+from tfdp.seams.table import (
+    MODEL,
+    OPTIMIZER,
+    STRATEGY,
+    TENSORFLOW_CONTEXT,
+    TENSORFLOW_GRAPHS,
+)
+
+# Keras' default number of rows, for arrays.
+BATCH_ROWS = 32
+ARRAYS = "ArrayDataAdapter"
+# Methods and properties that configure devices and threads.
+DEVICE_METHODS = (
+    "set_logical_device_configuration",
+    "set_visible_devices",
+    "set_memory_growth",
+)
+DEVICE_PROPERTIES = ("intra_op_parallelism_threads", "inter_op_parallelism_threads")
+# What a strategy of the running script is replaced by; at most one.
+_stand_ins: list[Any] = []
+
+
+@contextlib.contextmanager
+def running_a_script(
+    strategy: Any, fit: Callable[[dict[str, Any]], None], apply: Callable[[], None]
+) -> Iterator[None]:
+    """Within this, a script's strategies, its `fit` and its device settings are others.
+
+    Args:
+      strategy: the result of each construction of a strategy.
+      fit: called instead of `fit` of any model, with the arguments by name.
+      apply: called instead of `apply` of any optimizer.
+    """
+    replace_for_good(STRATEGY, "__new__", _strategy_or_stand_in)
+    tf.distribute.get_strategy()  # TensorFlow makes its default before the script
+
+    def new_fit(original: Callable[..., Any]) -> Callable[..., None]:
+        signature = inspect.signature(original)
+        return lambda *args, **kwargs: fit(signature.bind(*args, **kwargs).arguments)
+
+    def new_apply(original: Callable[..., Any]) -> Callable[..., None]:
+        return lambda *args, **kwargs: apply()
+
+    hooks: list[tuple[str, str, Callable[[Any], Any]]] = [
+        (MODEL, "fit", new_fit),
+        (OPTIMIZER, "apply", new_apply),
+        # Keras' clear_session would drop the scope around the script.
+        (TENSORFLOW_GRAPHS, "reset_default_graph", _nothing),
+        *((TENSORFLOW_CONTEXT, name, _nothing) for name in DEVICE_METHODS),
+        *((TENSORFLOW_CONTEXT, name, _read_only) for name in DEVICE_PROPERTIES),
+    ]
+    _stand_ins.append(strategy)
+    try:
+        with contextlib.ExitStack() as stack:
+            for hook in hooks:
+                stack.enter_context(class_attribute(*hook))
+            yield
+    finally:
+        _stand_ins.pop()
+
+
+def _strategy_or_stand_in(original: Callable[..., Any]) -> Callable[..., Any]:
+    def new(kind: type, *arguments: Any, **options: Any) -> Any:
+        return _stand_ins[-1] if _stand_ins else object.__new__(kind)
+
+    return new
+
+
+def _nothing(original: Callable[..., Any]) -> Callable[..., None]:
+    return lambda *arguments, **options: None
+
+
+def _read_only(original: property) -> property:
+    return property(original.fget, lambda context, value: None)
+
+
+def input_of_fit(given: Mapping[str, Any], batches: int) -> tuple[Any, int | None]:
+    """The data of a call, weighted by its `class_weight`, and the rows of a batch.
+
+    Args:
+      given: arguments of `fit` by name; the missing ones have their defaults.
+      batches: how many batches to read of data other than arrays, at least 1.
+
+    Returns:
+      Arrays `(x, y, sample_weight)`, and their batch size; or a list of batches as
+      the step gets them, and None.
+
+    Raises:
+      ConfigurationError: the data is distributed already, or has no batch.
+      ValueError: Keras does not accept the data.
+    """
+    names = ("x", "y", "sample_weight", "class_weight")
+    parts = {name: given.get(name) for name in names}
+    if isinstance(parts["x"], tf.distribute.DistributedDataset):
+        raise ConfigurationError(
+            "fit was called with a dataset that is distributed already, of a part of "
+            "each batch. Give it the plain dataset of global batches."
+        )
+    rows = given.get("batch_size") or BATCH_ROWS
+    adapter = get_data_adapter(**parts, batch_size=rows)
+    if type(adapter).__name__ == ARRAYS:
+        if parts["class_weight"] is None:
+            return (parts["x"], parts["y"], parts["sample_weight"]), rows
+        whole = len(keras.tree.flatten(parts["x"])[0])
+        adapter = get_data_adapter(**parts, batch_size=max(whole, 1))
+        [batch] = adapter.get_tf_dataset().take(1)
+        return batch, rows
+    if isinstance(parts["x"], tf.data.Dataset):
+        found = list(adapter.get_tf_dataset().take(batches))
+    else:
+        found = list(itertools.islice(adapter.get_numpy_iterator(), batches))
+        if getattr(adapter, "enqueuer", None) is not None:
+            adapter.on_epoch_end()  # ends the processes and threads of a PyDataset
+    if not found:
+        raise ConfigurationError("The data of fit has no batch.")
+    return found, None

@@ -1,0 +1,222 @@
+"""Runs a user's script until its first `fit`, for its model, data and batch size.
+
+A model has to be built several times: on one device and on replicas, with other shards
+or with `remat`. Each time the script runs again, in the scope that the command has
+opened, and stops where it first calls `fit`. Its own strategies are replaced: one made
+by the script has the command's number of replicas, and its scope opens nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import pathlib
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp._private.first_fit import input_of_fit, running_a_script
+from tfdp.errors import ConfigurationError, TooLateWarning
+
+INSTEAD = (
+    "Define build_model() and make_data() at the top level of the script, or name a "
+    "function that returns (build, data): SCRIPT:function."
+)
+
+
+class Stopped(BaseException):
+    """Leaves the script; `except Exception` in it does not catch this."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstFit:
+    """What the script's first `fit` was called with.
+
+    Args:
+      model: the compiled model.
+      data: arrays `(x, y, sample_weight)`, or a list of global batches.
+      batch_rows: rows of a global batch.
+      callbacks: the names of the classes of its callbacks, which are not called.
+    """
+
+    model: Any
+    data: Any
+    batch_rows: int
+    callbacks: tuple[str, ...]
+
+
+class Script:
+    """A script that can be run again and again until its first `fit`.
+
+    Args:
+      path: of the script.
+      arguments: its command line.
+      strategy: what a strategy of the script is replaced by, but for its scope.
+      replicas: how many replicas the script sees.
+      batches: how many batches to keep, of data other than arrays.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        arguments: Sequence[str],
+        strategy: Any,
+        replicas: int,
+        batches: int,
+    ):
+        self._path, self._arguments = pathlib.Path(path), list(arguments)
+        self._stand_in = StandIn(strategy, replicas, self._refuse)
+        self._batches = batches
+        self._is_first = True
+        self._found: FirstFit | None = None
+        self._refusal: Exception | None = None
+        self._unused: tuple[Any, Any] | None = None  # a strategy, and a model in it
+
+    def first_fit(self) -> FirstFit:
+        """Runs the script.
+
+        Raises:
+          ConfigurationError: it ended without a fit, or trains in another way.
+          Exception: what the script raised.
+        """
+        found = self._run()
+        if tf.distribute.has_strategy():
+            self._unused = tf.distribute.get_strategy(), found.model
+        return found
+
+    def build(self) -> Any:
+        """A new model: of another run of the script, in the scope that is open."""
+        strategy, model = self._unused or (None, None)
+        self._unused = None
+        if strategy is not None and strategy is tf.distribute.get_strategy():
+            return model
+        return self._run().model
+
+    def _run(self) -> FirstFit:
+        self._found = self._refusal = None
+        replaced = running_a_script(self._stand_in, self._stop, self._refuse)
+        with replaced, self._as_main_program() as execute:
+            # A new process has no names and policies of an earlier model.
+            keras.utils.clear_session(free_memory=False)
+            try:
+                execute()
+            except Stopped:
+                pass
+            except (Exception, SystemExit) as error:
+                if self._found is None and self._refusal is None:
+                    self._raise(error)
+        self._is_first = False
+        if self._refusal is not None:
+            raise self._refusal
+        if self._found is None:
+            raise ConfigurationError(
+                f"{self._path} ended without calling fit, so there is no training to "
+                f"take. {INSTEAD}"
+            )
+        return self._found
+
+    def _raise(self, error: BaseException) -> None:
+        if not isinstance(error, SystemExit):
+            raise error
+        code = "" if error.code is None else f" with exit code {error.code!r}"
+        raise ConfigurationError(
+            f"{self._path} ended itself{code} before its first fit. What it needs as "
+            f"arguments goes after --, as in `-- {' '.join(self._arguments) or 'DATA'}`"
+            f". {INSTEAD}"
+        ) from None
+
+    @contextlib.contextmanager
+    def _as_main_program(self) -> Iterator[Callable[[], None]]:
+        """Yields the function that runs the script, as `python SCRIPT` would."""
+        path = self._path.resolve()
+        module = types.ModuleType("__main__")
+        module.__file__ = str(path)
+        code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+        before, main, words = set(sys.modules), sys.modules["__main__"], sys.argv
+        out = sys.stderr if self._is_first else io.StringIO()
+        if str(path.parent) not in sys.path:
+            sys.path.insert(0, str(path.parent))
+        sys.modules["__main__"] = module
+        sys.argv = [str(self._path), *self._arguments]
+        try:
+            with (
+                contextlib.redirect_stdout(out),
+                contextlib.redirect_stderr(out),
+                warnings.catch_warnings(),
+            ):
+                # tfdp.quiet() in the script comes after the command's own.
+                warnings.simplefilter("ignore", TooLateWarning)
+                yield lambda: exec(code, vars(module))
+        finally:
+            sys.argv, sys.modules["__main__"] = words, main
+            # Modules beside the script may make parts of the model when imported.
+            for name in set(sys.modules) - before:
+                if _is_beside(sys.modules[name], path.parent):
+                    del sys.modules[name]
+
+    def _stop(self, given: dict[str, Any]) -> None:
+        try:
+            self._found = self._found or self._first(given)
+        except Exception as error:  # the script could catch it
+            self._refusal = error
+        raise Stopped
+
+    def _first(self, given: dict[str, Any]) -> FirstFit:
+        from tfdp.tools.testing.batches import collect_batches, row_count
+
+        data, rows = input_of_fit(given, self._batches)
+        if rows is None:
+            rows = row_count(collect_batches(data, 1, 1)[0])
+        callbacks = given.get("callbacks") or ()
+        if isinstance(callbacks, keras.callbacks.CallbackList):
+            callbacks = callbacks.callbacks
+        names = tuple(type(each).__name__ for each in keras.tree.flatten(callbacks))
+        return FirstFit(given["self"], data, rows, names)
+
+    def _refuse(self, what: str = "an optimizer is applied before it") -> None:
+        if self._found is None:
+            self._refusal = self._refusal or ConfigurationError(
+                f"The training of {self._path} cannot be taken from its first fit: "
+                f"{what}. {INSTEAD}"
+            )
+        raise Stopped
+
+
+class StandIn:
+    """Replaces each strategy that a script makes; otherwise as `strategy`."""
+
+    def __init__(self, strategy: Any, replicas: int, refuse: Callable[[str], None]):
+        self._strategy, self._refuse = strategy, refuse
+        self.num_replicas_in_sync = replicas
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._strategy, name)
+
+    def __repr__(self) -> str:
+        return repr(self._strategy)
+
+    def scope(self) -> Any:
+        """Opens nothing: the command has opened the scope of its own strategy."""
+        return contextlib.nullcontext(self)
+
+    def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
+        """The dataset itself: `fit` of the command distributes it."""
+        return dataset
+
+    def run(self, *arguments: Any, **options: Any) -> Any:
+        self._refuse("strategy.run is called before it")
+
+    def distribute_datasets_from_function(self, *arguments: Any, **more: Any) -> Any:
+        self._refuse("distribute_datasets_from_function makes batches of one replica")
+
+
+def _is_beside(module: types.ModuleType, folder: pathlib.Path) -> bool:
+    """Whether a module belongs to the script: in its folder, and not installed."""
+    path = pathlib.Path(getattr(module, "__file__", None) or "/")
+    return folder in path.parents and "site-packages" not in path.parts
