@@ -30,7 +30,7 @@ ops = keras.ops
 #: Two batches of ten rows and one of seven, of which two replicas get four and three.
 ROWS, BATCH, FEATURES, CLASSES, WIDTH, RATE = 27, 10, 6, 4, 8, 0.1
 STEPS = 3
-# Two orders of the sums of a gradient differ by 2 n u A (docs/notes/exactness.md): n is at
+# Two orders of a gradient's sums differ by 2 n u A (docs/notes/exactness.md): n is at
 # most 40, the rows of a batch and the widths of three layers and of the loss on the way
 # forward and back, and A, the gradient with absolute values, is below 8. The rate is at
 # most RATE, or the program names a smaller bound by itself.

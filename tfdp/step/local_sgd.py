@@ -97,7 +97,7 @@ class Rounds(LocalTraining):
 
     def before_step(self, run: Step) -> None:
         """Call it outside of replicas."""
-        super().before_step()
+        super().before_step(run)
         if self._elastic is not None:
             self._elastic.before_step()
             self._elastic.note_rows(run.total_in_group(0))

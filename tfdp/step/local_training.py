@@ -37,7 +37,7 @@ class LocalTraining(Stage):
         self._layer_state: list[LocalView] = []
         self.values = LocalValues(strategy.extended.worker_devices)
 
-    def before_step(self) -> None:
+    def before_step(self, run: Step) -> None:
         """Call it outside of replicas."""
         self.values.settle()
 

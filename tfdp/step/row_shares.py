@@ -14,11 +14,11 @@ from tfdp._private.names import make_note, note_in_graph, run_independently
 from tfdp._private.whole_input import taken_whole
 from tfdp.chain.reduction import Reduction, Stage
 from tfdp.chain.step_times import StepTimes
-from tfdp.plan.stragglers import COMPUTE
 from tfdp.data.split import has_rows, length_of
 from tfdp.errors import ConfigurationError
 from tfdp.hosts.python_calls import counted
 from tfdp.plan.balance import SpeedBalance
+from tfdp.plan.stragglers import COMPUTE
 from tfdp.tracing.rows import rows_between
 from tfdp.tracing.run import Step
 

@@ -331,8 +331,9 @@ def policies_table(
     ]
     heading = (
         f"{training.model.name} on {cluster.workers} workers. A step computes for "
-        f"{cluster.step_seconds:.4g} s, exchanges for {cluster.exchange_seconds:.4g} s. "
-        "Efficiency: gradients that count, relative to workers without delays and exchanges"
+        f"{cluster.step_seconds:.4g} s, exchanges for {cluster.exchange_seconds:.4g} "
+        "s. Efficiency: gradients that count, relative to workers without delays and "
+        "exchanges"
     )
     return "\n".join([heading, "", format_table(rows, left=(0,))])
 
