@@ -84,6 +84,9 @@ MORE_TRAININGS = {
     "grain": {"data": "grain"},
     "grain-shards": {"data": "grain-shards", "shard": "parameters"},
 }
+#: Not drawn either: which host takes a row differs after a restart, so that numbers
+#: differ by round-off.
+BALANCED = {"balanced": TRAININGS["resized"] | {"balance": "speed"}}
 
 
 @dataclasses.dataclass
@@ -92,7 +95,7 @@ class Plan:
 
     Args:
       number: of the plan.
-      training: one of TRAININGS or MORE_TRAININGS.
+      training: one of TRAININGS, MORE_TRAININGS or BALANCED.
       workers: of each start; the last for all that follow.
       faults: of each start; later ones have none.
       damage: before each start: None, "byte" or "half".
@@ -253,7 +256,7 @@ def damage_newest(folder, how, chance):
 
 
 def options_of(training):
-    return (TRAININGS | MORE_TRAININGS)[training]
+    return (TRAININGS | MORE_TRAININGS | BALANCED)[training]
 
 
 def numbers_of(result, rank):
@@ -404,7 +407,8 @@ def carry_out(plan, seed, folder, known):
         if not np.array_equal(found[name], expected[name])
     }
     largest = max(differences.values(), default=0.0)
-    if largest > (0.0 if len(set(plan.workers)) == 1 else BOUND):
+    is_same = len(set(plan.workers)) == 1 and plan.training not in BALANCED
+    if largest > (0.0 if is_same else BOUND):
         raise ValueError(f"numbers differ by {largest}: {differences}")
     check_samples(result, 3)
     left = [p for p in pathlib.Path(checkpoints).rglob(".writing-*")]

@@ -21,6 +21,8 @@ SEVERAL = {
     "2x2-optimizer-host": (2, 2, "optimizer/host"),
     "2x2-tensorflow": (2, 2, "none/all/tensorflow"),
     "2x2-tensorflow-host": (2, 2, "gradients/host/tensorflow"),
+    "2x2-balanced": (2, 2, "none/all/auto/none/speed"),
+    "3x1-balanced": (3, 1, "none/all/auto/none/speed"),
 }
 # With one device per host TensorFlow hands out plain tensors in the place of
 # per-replica values; these scenarios use all that differs by that.
@@ -50,6 +52,10 @@ NAMES = {
     "2x2-tensorflow": ("accumulation", "custom-loop", "loss-scaling")
     + ("masked-embedding", "parts", "steps-per-execution", "words"),
     "2x2-tensorflow-host": ("accumulation", "lamb"),
+    "2x2-balanced": ("accumulation", "custom-loop", "eager", "gathered-rows")
+    + ("loss-scaling", "masked-embedding", "recurrent", "sgd", "steps-per-execution")
+    + ("synchronized", "words"),
+    "3x1-balanced": ("custom-loop", "distributed-optimizer", "eager-words", "sgd"),
 }
 # The rows of the tier `test`: each layout is a group of processes, and takes as long as
 # what it is asked to train.
@@ -59,6 +65,8 @@ IN_TEST = {
     "3x1": ("eager-words",),
     "3x1-parameters": ("accumulation", "lamb", "words"),
     "2x2-tensorflow": ("accumulation", "parts"),
+    "2x2-balanced": ("accumulation", "custom-loop", "masked-embedding", "sgd")
+    + ("steps-per-execution", "words"),
 }
 ROWS = [
     pytest.param(

@@ -51,6 +51,7 @@ PLANS = {
     "stopped-while-saving": long_stop(
         *(5, stopped("saving", "stop", 1, 2), stopped("saving", "stop and kill", 0, 2))
     ),
+    "balanced": Plan(9, "balanced", [2, 2, 3], [KILL, TERM], [None, None, None]),
     # The last one: the others train no more.
     "stopped-in-the-last-save": long_stop(6, stopped("saving", "stop", 1, 9)),
     "stopped-while-committing": long_stop(

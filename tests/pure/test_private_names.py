@@ -31,6 +31,7 @@ ALLOWED = {
     ("tfdp/tools/bench/processes/member.py", "_exit"),
     ("tfdp/hosts/mpi_link.py", "_exit"),
     ("tfdp/strategies/multi_host.py", "_make_extended"),
+    ("tfdp/strategies/multi_host.py", "_over_replicas"),
     ("tfdp/strategies/multi_host.py", "_reduce_values"),
     ("tfdp/strategies/multi_host.py", "_replicas"),
 }

@@ -3,8 +3,9 @@
     python -m tests.support.host_training FILE SHARD NAME...
 
 Under TFDP_* variables every worker trains each scenario and writes its numbers to
-FILE.rank.npz. SHARD is stage/group/engine/offload, as far as they matter:
-optimizer/host, none/all/tensorflow.
+FILE.rank.npz. SHARD is stage/group/engine/offload/balance, as far as they matter:
+optimizer/host, none/all/tensorflow. With balance the shares of the hosts change in each
+step: see `planned_shares`.
 """
 
 import os
@@ -16,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfdp
-from tests.support import kept_optimizers, programs
+from tests.support import kept_optimizers, planned_shares, programs
 from tests.support.parity import classification_data, dense_model
 from tfdp.exchange import over_collectives
 
@@ -342,16 +343,18 @@ def run(name, strategy):
 
 
 def main(path, shard, names):
-    stage, group, engine, offload, *_ = [*shard.split("/"), "", "", ""]
+    stage, group, engine, offload, balance, *_ = [*shard.split("/"), "", "", "", ""]
     if engine == "tensorflow":
         # The models here are small; so that all of it takes this way, in pieces.
         over_collectives.SMALLEST_BYTES = 0
         over_collectives.CHUNK_BYTES = 256
+    shares = planned_shares.take() if balance else set()
     strategy = tfdp.MultiHostDataParallelStrategy(
         shard=stage,
         shard_group=group or "all",
         shard_min_bytes=0,
         offload=offload or "none",
+        balance=balance or None,
         communication=tfdp.Communication(engine=engine or "auto"),
     )
     print("engine", strategy.engine_name, flush=True)
@@ -360,6 +363,9 @@ def main(path, shard, names):
         np.savez(f"{path}.{name}.{rank}.npz", **run(name, strategy))
         keras.utils.clear_session()
         print(name, flush=True)
+    assert len(shares) >= (strategy.hosts if balance else 0), shares
+    loaded = {"tfdp.plan.balance", "tfdp.step.row_shares"} & set(sys.modules)
+    assert bool(loaded) == bool(balance), loaded
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfdp
+from tests.support import planned_shares
 from tfdp.checkpoint import checkpoint, writer
 
 SAMPLES, ROWS, FEATURES, CLASSES = 96, 12, 8, 3
@@ -69,6 +70,7 @@ class Options:
     shard: str = "none"
     wire_dtype: str | None = None
     accumulate: int = 1
+    balance: str | None = None
     dropout: float = 0.3
     dtype: str = "float32"
     devices: int = 1
@@ -328,7 +330,10 @@ def model_of(options):
         silence_seconds=options.silence_seconds,
     )
     strategy = tfdp.auto_strategy(
-        communication=communication, shard=options.shard, shard_min_bytes=0
+        communication=communication,
+        shard=options.shard,
+        shard_min_bytes=0,
+        balance=options.balance,
     )
     with strategy.scope():
         model = Counting(options.dropout, options.width)
@@ -356,6 +361,8 @@ def main(text):
     warnings.simplefilter("always", tfdp.errors.CheckpointWarning)
     rank = int(os.environ.get("TFDP_RANK", "0"))
     tfdp.use_virtual_devices(options.devices)
+    if options.balance:
+        planned_shares.take()
     seen = Seen(f"{options.result}.{rank}.{options.start}.samples")
     callbacks = [
         seen,

@@ -13,6 +13,7 @@ class StandInLink(HostLink):
 
     name = "stand-in"
     settings_of_others = None
+    exchanges_of_steps = ()
 
     def __init__(self, cluster, communication):
         super().__init__(cluster.rank, cluster.workers, communication.timeout_seconds)

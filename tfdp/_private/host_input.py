@@ -19,6 +19,8 @@ from tensorflow.python.distribute import input_lib
 
 from tfdp.seams.replace import with_state_of
 
+DatasetFromFunctionSpec = input_lib.DistributedDatasetsFromFunctionSpec
+
 
 def read_on_host(distributed: Any) -> Any:
     """`distributed`, a dataset for the CPUs of one host, read directly.
@@ -62,12 +64,9 @@ class _HostRead:
         [dataset] = self._host_datasets
         devices = workers.compute_devices_for_worker(0)
         with tf.device(workers.worker_devices[0]):
-            if self._enable_get_next_as_optional and len(devices) > 1:
-                nothing = input_lib._dummy_tensor_fn(dataset.element_spec)
-                rest = tf.data.Dataset.from_tensors(nothing).repeat(len(devices) - 1)
-                dataset = dataset.concatenate(rest)
+            dataset = self._filled_up(dataset, len(devices))
             is_whole = self._enable_get_next_as_optional or self._is_split
-            iterator = HostIterator(
+            iterator = self._iterator_class(
                 workers,
                 iterators=[iter(dataset)],
                 strategy=strategy,
@@ -79,6 +78,18 @@ class _HostRead:
             strategy, dataset.element_spec
         )
         return iterator
+
+    @property
+    def _iterator_class(self) -> type[HostIterator]:
+        return HostIterator
+
+    def _filled_up(self, dataset: tf.data.Dataset, replicas: int) -> tf.data.Dataset:
+        """`dataset`, at whose end a step finds empty elements for other replicas."""
+        if not self._enable_get_next_as_optional or replicas == 1:
+            return dataset
+        nothing = input_lib._dummy_tensor_fn(dataset.element_spec)
+        rest = tf.data.Dataset.from_tensors(nothing).repeat(replicas - 1)
+        return dataset.concatenate(rest)
 
 
 class HostDataset(_HostRead, input_lib.DistributedDataset):
@@ -152,6 +163,10 @@ class HostIterator(input_lib.DistributedIterator):
         )
 
     @property
+    def _spec_class(self) -> type[HostIteratorSpec]:
+        return HostIteratorSpec
+
+    @property
     def _devices(self) -> tuple[str, ...]:
         return self._input_workers.compute_devices_for_worker(0)
 
@@ -159,7 +174,7 @@ class HostIterator(input_lib.DistributedIterator):
     def _type_spec(self) -> HostIteratorSpec:
         # Every call of a step reads and compares it.
         self.is_read = True
-        return HostIteratorSpec(
+        return self._spec_class(
             self._input_workers,
             self._element_spec,
             self._strategy,
@@ -186,7 +201,7 @@ class HostIteratorSpec(input_lib.DistributedIteratorSpec):
     """The static type of a `HostIterator` in a traced step."""
 
     @property
-    def value_type(self) -> type:
+    def value_type(self) -> type[HostIterator]:
         return HostIterator
 
     @functools.cached_property
@@ -198,7 +213,7 @@ class HostIteratorSpec(input_lib.DistributedIteratorSpec):
         return [tf.data.IteratorSpec(part)]
 
     def _from_components(self, components: Any) -> HostIterator:
-        return HostIterator(
+        return self.value_type(
             self._input_workers,
             components=components,
             element_spec=self._element_spec,

@@ -6,7 +6,7 @@ import collections
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -37,13 +37,32 @@ def own_part(
     return rows_of_place(checked, link.rank, link.workers)
 
 
+def with_any_length(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """`dataset`, whose batches have any number of rows, as the type of a step says."""
+    return _mapped(
+        dataset, lambda part: _of_any_length(part) if has_rows(part) else part
+    )
+
+
+def _of_any_length(part: Any) -> Any:
+    # The only op that forgets a static shape. A slice copies nothing.
+    rows = tf.raw_ops.PlaceholderWithDefault(input=length_of(part), shape=[])
+    return rows_between(part, 0, rows)
+
+
 def rows_of_place(dataset: tf.data.Dataset, rank: int, hosts: int) -> tf.data.Dataset:
     """Host `rank`'s rows of every batch; see `own_part`."""
-    own = functools.partial(_rows, rank=rank, hosts=hosts)
+    return _mapped(dataset, functools.partial(_rows, rank=rank, hosts=hosts))
+
+
+def _mapped(
+    dataset: tf.data.Dataset, function: Callable[[Any], Any]
+) -> tf.data.Dataset:
+    """`dataset`, with `function` of each part of its elements."""
     # `map` passes the parts of a tuple as separate arguments.
     is_tuple = isinstance(dataset.element_spec, tuple)
     return dataset.map(
-        lambda *parts: tf.nest.map_structure(own, parts if is_tuple else parts[0]),
+        lambda *parts: tf.nest.map_structure(function, parts if is_tuple else parts[0]),
         num_parallel_calls=tf.data.AUTOTUNE,
         deterministic=True,
     )

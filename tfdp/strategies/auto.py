@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.checks import is_whole
+from tfdp.checks import check_one_of, is_whole
 from tfdp.cluster import Cluster, find_cluster
 from tfdp.cluster.tpu import find_tpu
 from tfdp.errors import ConfigurationError
@@ -21,7 +21,7 @@ from tfdp.plan.shards import Sharding, sharding_of
 from tfdp.strategies.data_parallel import DataParallelStrategy
 from tfdp.strategies.devices import find_devices, first_devices, use_virtual_devices
 from tfdp.strategies.multi_host import MultiHostDataParallelStrategy
-from tfdp.strategies.startup_checks import IdleOptions
+from tfdp.strategies.startup_checks import BALANCES, IdleOptions
 from tfdp.strategies.tpu import TPUDataParallelStrategy
 
 # Options that cannot take effect, by what was found, and why.
@@ -53,6 +53,7 @@ def auto_strategy(
     draws_per_replica: bool = True,
     pad_batches: bool | int | None = None,
     wire_dtype: str | None = None,
+    balance: str | None = None,
 ) -> DataParallelStrategy | TPUDataParallelStrategy:
     """The strategy for what this process finds: one script for all places.
 
@@ -64,7 +65,7 @@ def auto_strategy(
 
     Options between hosts have no effect on one host or a TPU, and the first `fit` says
     so: `wire_dtype`, `compression`, `min_hosts`, `checksum` and the engines "sockets"
-    and "mpi" of `Communication`, `sync` of `DistributedOptimizer`.
+    and "mpi" of `Communication`, `sync` of `DistributedOptimizer`, `balance`.
 
     Args:
       cpu_devices: without GPU, TPU and launcher, the number of logical CPUs to split
@@ -81,6 +82,7 @@ def auto_strategy(
       pad_batches: see `DataParallelStrategy` and `TPUDataParallelStrategy`; None takes
         their default.
       wire_dtype: see `TPUDataParallelStrategy`.
+      balance: see `MultiHostDataParallelStrategy`.
 
     Raises:
       ClusterError: for an incomplete or contradictory cluster in the environment.
@@ -107,6 +109,7 @@ def auto_strategy(
         "pad_batches": pad_batches,
         "wire_dtype": wire_dtype,
         "devices_per_host": devices_per_host,
+        "balance": balance,
     }
     options = {name: v for name, v in given.items() if not _is_default(name, v)}
     for name, number in (
@@ -122,6 +125,9 @@ def auto_strategy(
         _refuse(options, ON_SEVERAL_HOSTS, f"{cluster.workers} hosts")
         return MultiHostDataParallelStrategy(cluster, **options)
     rest, idle = without_idle_options(checked_communication(communication))
+    if options.pop("balance", None) is not None:
+        check_one_of("balance", balance, BALANCES)
+        idle["balance"] = "there are no other hosts to share a batch with"
     tpu = find_tpu()
     if tpu is not None:
         _refuse(options, ON_A_TPU, "a TPU")

@@ -6,7 +6,7 @@ import atexit
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
@@ -52,10 +52,13 @@ from tfdp.strategies.hierarchical import HierarchicalAllReduce
 from tfdp.strategies.keras_backend import check_keras_backend
 from tfdp.strategies.multi_host_extended import MultiHostExtended
 from tfdp.strategies.multi_host_loops import HostLoops, override_callbacks
-from tfdp.strategies.startup_checks import check_versions
+from tfdp.strategies.startup_checks import check_versions, checked_balance
 from tfdp.strategies.worker_settings import refuse_differences, settings_of
 from tfdp.tracing.keras_steps import is_predict_step
 from tfdp.tracing.run import Step
+
+if TYPE_CHECKING:
+    from tfdp.step.row_shares import RowShares
 
 
 class MultiHostDataParallelStrategy(DataParallelStrategy):
@@ -79,6 +82,9 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
       shard_min_bytes: see `DataParallelStrategy`.
       offload: see `DataParallelStrategy`.
       draws_per_replica: see `DataParallelStrategy`.
+      balance: None: all hosts get equally many rows of a batch. "speed": the rows of
+        the next batches follow the hosts' measured speed, so that all end a step
+        together (docs/stragglers.md).
 
     Raises:
       ConfigurationError: without a cluster; for an argument that is bad or has no
@@ -105,6 +111,8 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
     _group: HostGroup | None = None
     #: Whether all hosts surely get equally many rows: not in training.
     _hosts_are_alike = False
+    #: With `balance`: the stage that decides which rows each host takes.
+    _row_shares: RowShares | None = None
 
     def __init__(
         self,
@@ -117,6 +125,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         shard_min_bytes: int = 32 * 1024,
         offload: str = "none",
         draws_per_replica: bool = True,
+        balance: str | None = None,
     ):
         check_keras_backend()
         check_versions()
@@ -143,6 +152,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         self._requested_devices = devices_per_host
         communication = checked_communication(communication)
         check_idle_options(communication, found.workers)
+        self.balance = checked_balance(balance, found.workers, communication, sharding)
         self._compares_hosts = communication.compare_hosts
         try:
             super().__init__(
@@ -159,6 +169,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
                 else self._group.link.hosts,
                 self.extended.worker_devices,
             )
+            self._row_shares = self._make_row_shares()
         except BaseException:
             # Tells the others that this worker will not come.
             self.close()
@@ -188,7 +199,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         if self.cluster.workers > 1:
             add_waiting_thread()
         is_elastic = communication.min_hosts is not None
-        self._has_fixed_shares = not is_elastic
+        self._has_fixed_shares = not is_elastic and self.balance is None
         if is_elastic and (sharding.stage or sharding.offloads):
             raise ConfigurationError(
                 "Communication(min_hosts=...) is for hosts that train locally (sync=), "
@@ -353,6 +364,30 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
             return dataset
         return self._loops.part_of_host(dataset)
 
+    def _make_row_shares(self) -> RowShares | None:
+        if self.balance is None:
+            return None
+        from tfdp.step.row_shares import RowShares
+
+        return RowShares(self)
+
+    def _over_replicas(self, dataset: Any, options: Any) -> Any:
+        if self._row_shares is None:
+            return super()._over_replicas(dataset, options)
+        return self._row_shares.distributed(dataset, options)
+
+    def split_batch(self, batch: Any) -> list[Any]:
+        """With `balance`: of a global batch the parts of this host's replicas."""
+        if self._row_shares is None:
+            raise ConfigurationError("Only with balance='speed' hosts split batches.")
+        return self._row_shares.split(batch)
+
+    def shared_state(self) -> list[tuple[str, str]]:
+        """Names and values of the strategy's own state, the same on all hosts."""
+        if self._row_shares is None:
+            return []
+        return [("the hosts' shares of a batch", str(self._row_shares.shares))]
+
     @property
     def _loops(self) -> HostLoops | None:
         link = self.link
@@ -368,6 +403,8 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         self, dataset_fn: Callable, options: Any = None
     ) -> Any:
         """As in TensorFlow; hosts without data continue with empty batches."""
+        if self._row_shares is not None:
+            self._row_shares.refuse("here each host reads batches of its own")
         if self._group is None and self.elastic_hosts is None:
             return super().distribute_datasets_from_function(dataset_fn, options)
         workers, here = self.cluster.workers, len(self.extended.worker_devices)
@@ -420,6 +457,8 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         return tf.add_n([tf.cast(tf.shape(part)[axis], tf.int64) for part in parts])
 
     def _complete_run(self, run: Step) -> None:
+        if self._row_shares is not None:
+            self._row_shares.attach(run)
         # In local training, the samples of other hosts do not matter.
         if self._group is None or run.is_local:
             return

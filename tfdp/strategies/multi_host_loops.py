@@ -22,14 +22,15 @@ from tfdp._private.optimizer_hooks import rate_of
 from tfdp.callbacks.gather_from_hosts import first_rank_of, gather_from_hosts
 from tfdp.cluster.scratch import scratch_folder
 from tfdp.data.grain import has_own_shard
-from tfdp.data.hosts import own_part, until_all_end
+from tfdp.data.hosts import own_part, until_all_end, with_any_length
 from tfdp.data.same_batches import (
     BatchRecord,
     common_ends,
     first_differences,
     new_dataset_name,
+    same_batches,
 )
-from tfdp.errors import CollectiveError, ReplicaDriftError
+from tfdp.errors import CollectiveError, ConfigurationError, ReplicaDriftError
 from tfdp.hosts.host_link import NOTHING_TO_COMPARE, Compared, HostLink
 from tfdp.seams.replace import is_replaced, note_on, replace
 from tfdp.sharding.variables import ShardedVariable, noted_assignments
@@ -46,6 +47,7 @@ class HostLoops:
         self._strategy = strategy
         self._link = link
         self._compares = compares
+        self._takes_whole = strategy.balance is not None
 
     def part_of_host(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """This host's part of `dataset`, in the loop that is about to begin."""
@@ -53,12 +55,20 @@ class HostLoops:
         override_callbacks(self._strategy, fit)
         link, name = self._link, new_dataset_name()
         if has_own_shard(keras_calls.adapter_of_caller(), link):
+            if self._takes_whole:
+                raise ConfigurationError(
+                    "balance='speed' splits batches that all hosts read, and this "
+                    "grain.DataLoader reads a shard on each host. Leave balance or "
+                    "shard_options out."
+                )
             self._join(loop, name)
             return until_all_end(dataset, link, name)
         # Without a loop there is no moment at which hosts can compare.
         record = BatchRecord() if self._compares and loop is not None else None
         self._join(loop, name, record)
         policies = policies_of(fit["self"]) if fit is not None else ""
+        if self._takes_whole:
+            return with_any_length(same_batches(dataset, link, policies, name, record))
         return own_part(dataset, link, policies, name, record)
 
     def part_of_function(self, dataset: tf.data.Dataset, name: str) -> tf.data.Dataset:
@@ -247,6 +257,7 @@ class ComparedHosts(Compared):
         is_last = self._is_last or getattr(self._model, "stop_training", False)
         if self._model is not None and (is_last or not is_end):
             state = state_of_host(self._model)
+            state += self._strategy.shared_state()
             # Keras numbers names by objects created before, so hosts may differ.
             self._names = [name for name, _ in state]
             self._values["state"] = [value for _, value in state]

@@ -263,6 +263,10 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         if is_taken and not self.compiles_steps:
             self._jit_models.add(model)
 
+    def is_jitted(self, model: keras.Model) -> bool:
+        """Whether XLA compiles the training steps of `model`, or will."""
+        return model in self._jit_models or model.jit_compile is True
+
     def _in_graph(self, fn: Any) -> Callable:
         """`_run` of `fn`, a `tf.function`, as one graph for all replicas."""
         graphs = self._graphs_of_functions
@@ -303,14 +307,18 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
             rows = None if isinstance(self.pad_batches, bool) else self.pad_batches
             rows = global_batch_rows(dataset, rows)
             distributed = distribute_padded(self, dataset, rows)
-        elif self._replicas > 1 and is_split_by_us(dataset):
-            split = parts(dataset, len(self.extended.worker_devices))
-            distributed = tf.distribute.Strategy.distribute_datasets_from_function(
-                self, lambda _: split, options
-            )
         else:
-            distributed = super().experimental_distribute_dataset(dataset, options)
+            distributed = self._over_replicas(dataset, options)
         return keras_input(element_spec, distributed, dataset)
+
+    def _over_replicas(self, dataset: Any, options: Any) -> Any:
+        """Distributes this host's part of each batch over its replicas."""
+        if self._replicas == 1 or not is_split_by_us(dataset):
+            return super().experimental_distribute_dataset(dataset, options)
+        split = parts(dataset, len(self.extended.worker_devices))
+        return tf.distribute.Strategy.distribute_datasets_from_function(
+            self, lambda _: split, options
+        )
 
     def _part_of_host(self, dataset: Any) -> Any:
         return dataset

@@ -29,6 +29,7 @@ def settings_of(
         "shard_min_bytes": strategy.shard_min_bytes,
         "offload": strategy.offload,
         "draws_per_replica": draws_per_replica,
+        "balance": strategy.balance,
         "keras.config.dtype_policy()": keras.config.dtype_policy().name,
         "keras.config.floatx()": keras.config.floatx(),
         **{
