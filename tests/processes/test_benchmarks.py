@@ -14,6 +14,7 @@ OF_WORKERS = ["--case", "allreduce-resnet50", "--arms", "tfdp-sockets-int8"]
 @pytest.mark.parametrize(
     "script, options",
     [
+        pytest.param("balance", [], marks=pytest.mark.slow),
         ("checkpoint", []),
         ("compression", []),
         ("epochs", []),
