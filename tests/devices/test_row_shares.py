@@ -50,42 +50,53 @@ def one_of_each_kind(rows):
 
 
 @pytest.mark.parametrize("shares", [(1, 1, 1), (5, 2, 1), (1, 62, 1)])
-@pytest.mark.parametrize("rows", [0, 1, 5, 64])
-def test_each_row_of_a_batch_is_of_one_replica_in_the_order_of_ranks(shares, rows):
-    batch, parts = one_of_each_kind(rows), []
-    for rank in range(3):
-        strategy = balanced(rank)
-        row_shares = strategy._row_shares
-        row_shares._ends.assign(np.cumsum([0, *shares]))
-        own = strategy.split_batch(batch)
-        assert len(own) == 2
-        here = len(own[0][0]["dense"]) - len(own[1][0]["dense"])
-        assert here in (0, 1)
-        parts += own
-    joined = [
-        tf.concat([part[0]["dense"] for part in parts], axis=0),
-        tf.concat([part[0]["ragged"] for part in parts], axis=0).to_list(),
-        tf.sparse.concat(0, [part[1] for part in parts]),
-    ]
-    np.testing.assert_array_equal(joined[0], batch[0]["dense"])
-    assert joined[1] == batch[0]["ragged"].to_list()
-    np.testing.assert_array_equal(joined[2].indices, batch[1].indices)
+def test_each_row_of_a_batch_is_of_one_replica_in_the_order_of_ranks(shares):
+    hosts = [balanced(rank) for rank in range(3)]
+    for strategy in hosts:
+        strategy._row_shares._ends.assign(np.cumsum([0, *shares]))
+    for rows in (0, 1, 5, 64):
+        batch, parts = one_of_each_kind(rows), []
+        for strategy in hosts:
+            own = strategy.split_batch(batch)
+            assert len(own[0][0]["dense"]) - len(own[1][0]["dense"]) in (0, 1)
+            parts += own
+        dense, ragged = (
+            tf.concat([part[0][kind] for part in parts], axis=0)
+            for kind in ("dense", "ragged")
+        )
+        sparse = tf.sparse.concat(0, [part[1] for part in parts])
+        np.testing.assert_array_equal(dense, batch[0]["dense"])
+        assert ragged.to_list() == batch[0]["ragged"].to_list()
+        np.testing.assert_array_equal(sparse.indices, batch[1].indices)
 
 
 def test_a_step_takes_its_rows_when_it_takes_the_batch():
     """What was read ahead before shares changed is split by the new ones."""
     strategy = balanced(rank=1)
-    batches = tf.data.Dataset.range(48).batch(24, drop_remainder=True)
+    parts, sparse = one_of_each_kind(48)
+    dense, ragged = map(tf.data.Dataset.from_tensor_slices, parts.values())
+    batches = tf.data.Dataset.zip(
+        dense.batch(24, drop_remainder=True),
+        ragged.ragged_batch(24, drop_remainder=True),
+        tf.data.Dataset.from_tensor_slices(sparse).batch(24, drop_remainder=True),
+    )
     iterator = iter(strategy.experimental_distribute_dataset(batches))
     take = tf.function(lambda iterator: iterator.get_next_as_optional().get_value())
+    # No number of rows stands in the type.
+    same = tf.function(lambda batch: batch, input_signature=[iterator.element_spec])
     results = strategy.experimental_local_results
-    assert [part.shape[0] for part in results(take(iterator))] == [4, 4]
+
+    def numbers():
+        dense, ragged, sparse = map(results, same(take(iterator)))
+        for part, other, third in zip(dense, ragged, sparse, strict=True):
+            own = np.asarray(part)[:, 0].tolist()
+            assert other.to_list() == [[n] * (n % 3) for n in own]
+            assert third.indices.numpy()[:, 1].tolist() == own
+            yield own
+
+    assert list(numbers()) == [list(range(8, 12)), list(range(12, 16))]
     strategy._row_shares._ends.assign([0, 1, 11, 12])
-    second = results(take(iterator))
-    assert [part.numpy().tolist() for part in second] == [
-        list(range(26, 36)),
-        list(range(36, 46)),
-    ]
+    assert list(numbers()) == [list(range(26, 36)), list(range(36, 46))]
     assert take.experimental_get_tracing_count() == 1
     with pytest.raises(tf.errors.InvalidArgumentError, match="does not have a value"):
         take(iterator)

@@ -39,14 +39,15 @@ def own_part(
 
 def with_any_length(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """`dataset`, whose batches have any number of rows, as the type of a step says."""
-    return _mapped(dataset, _of_any_length)
+    return _mapped(
+        dataset, lambda part: _of_any_length(part) if has_rows(part) else part
+    )
 
 
 def _of_any_length(part: Any) -> Any:
-    if not isinstance(part, tf.Tensor) or not part.shape.rank:
-        return part
-    # The only op that forgets a static shape.
-    return tf.raw_ops.PlaceholderWithDefault(input=part, shape=[None, *part.shape[1:]])
+    # The only op that forgets a static shape. A slice copies nothing.
+    rows = tf.raw_ops.PlaceholderWithDefault(input=length_of(part), shape=[])
+    return rows_between(part, 0, rows)
 
 
 def rows_of_place(dataset: tf.data.Dataset, rank: int, hosts: int) -> tf.data.Dataset:
