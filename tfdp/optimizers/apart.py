@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 
@@ -13,11 +13,15 @@ from tfdp.compression.method import momentum_compression_of
 from tfdp.errors import ConfigurationError
 from tfdp.step.local_run import groups_across
 from tfdp.step.local_sgd import Rounds
+from tfdp.sync.backup_workers import BackupWorkers
 from tfdp.sync.diloco import DiLoCo
 from tfdp.sync.rounds import Sync
 from tfdp.tracing.run import current_run
 from tfdp.variables.local_view import LocalView, keep_all_copies
 from tfdp.variables.own_values import OwnSumVariable
+
+if TYPE_CHECKING:
+    from tfdp.step.backup_rounds import BackupRounds
 
 
 def refuse_with_sync(optimizer: keras.optimizers.Optimizer) -> None:
@@ -88,6 +92,22 @@ def make_rounds(
         group_size=len(groups[0]),
         optimizer=optimizer,
     )
+
+
+def make_backup_rounds(
+    optimizer: keras.optimizers.Optimizer,
+    sync: BackupWorkers,
+    variables: Sequence[Any],
+) -> BackupRounds | None:
+    """The rounds of a built optimizer; None without a strategy."""
+    from tfdp.step.backup_rounds import BackupRounds
+
+    updates = optimizer.add_variable(shape=(), dtype="int", name="sync_updates")
+    strategy = strategy_of(optimizer)
+    if is_default_strategy(strategy):
+        return None
+    weights = [variable.value for variable in variables]
+    return BackupRounds(sync, strategy, optimizer, weights, updates.value)
 
 
 def refuse_outside_of_fit(optimizer: keras.optimizers.Optimizer) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
@@ -19,6 +19,7 @@ from tfdp.chain.stages import agree_finite, reduce_gradients
 from tfdp.checks import is_number, is_whole
 from tfdp.errors import ConfigurationError, ScopeError
 from tfdp.optimizers.apart import (
+    make_backup_rounds,
     make_rounds,
     refuse_outside_of_fit,
     refuse_with_sync,
@@ -33,12 +34,16 @@ from tfdp.step.optimizers import (
     refuse_overwritten,
     takes_reduced,
 )
+from tfdp.sync.backup_workers import BackupWorkers
 from tfdp.sync.diloco import DiLoCo
 from tfdp.sync.local_sgd import LocalSGD
 from tfdp.sync.rounds import Sync
 from tfdp.tracing.batch_weight import batch_weight
 from tfdp.tracing.keras_steps import as_tensors
 from tfdp.tracing.run import Step, current_run
+
+if TYPE_CHECKING:
+    from tfdp.step.backup_rounds import BackupRounds
 
 
 # A LossScaleOptimizer, so that Keras does not wrap it in another one under float16.
@@ -67,8 +72,9 @@ class DistributedOptimizer(hooks.LossScaleHooks):
       initial_scale: the first loss scale, above 0.
       dynamic_growth_steps: finite updates until the scale doubles.
       sync: `tfdp.sync.LocalSGD` or `tfdp.sync.DiLoCo`: replicas make many updates
-        independently before they synchronize; see docs/communication.md. None: they
-        synchronize in every update.
+        independently before they synchronize; see docs/communication.md.
+        `tfdp.sync.BackupWorkers`: updates do not wait for late hosts. None: all
+        replicas synchronize in every update.
       name: the optimizer's name.
 
     Raises:
@@ -101,7 +107,7 @@ class DistributedOptimizer(hooks.LossScaleHooks):
         dynamic_loss_scale: bool | None = None,
         initial_scale: float = 2.0**15,
         dynamic_growth_steps: int = 2000,
-        sync: Sync | None = None,
+        sync: Sync | BackupWorkers | None = None,
         name: str | None = None,
     ):
         check_arguments(optimizer, accumulate_steps, initial_scale)
@@ -119,9 +125,13 @@ class DistributedOptimizer(hooks.LossScaleHooks):
             dynamic_loss_scale = keras.config.dtype_policy().name == "mixed_float16"
         self.dynamic_loss_scale = bool(dynamic_loss_scale)
         self._given_sync = self.sync = checked_sync(sync)
+        if isinstance(self.sync, BackupWorkers) and not self.sync.spare:
+            self.sync = None  # plain training
         if self.sync is not None:
             refuse_with_sync(optimizer)
         self._rounds: Rounds | None = None
+        #: See `tfdp.step.backup_rounds`; None without `BackupWorkers`.
+        self.backup: BackupRounds | None = None
 
     def build(self, variables: Sequence[keras.Variable]) -> None:
         # Keras' base class would not track the inner optimizer's variables other than
@@ -137,7 +147,9 @@ class DistributedOptimizer(hooks.LossScaleHooks):
             self._micro_step = self.add_variable((), dtype="int", name="micro_step")
         if self.sync is not None and has_no_effect(self.sync, hooks.strategy_of(self)):
             self.sync = None
-        if self.sync is not None:
+        if isinstance(self.sync, BackupWorkers):
+            self.backup = make_backup_rounds(self, self.sync, variables)
+        elif self.sync is not None:
             self._rounds = make_rounds(self, self.sync, variables)
             # An attribute, so that checkpoints track it.
             self._local_values = self._rounds and self._rounds.values.stored
@@ -180,7 +192,7 @@ class DistributedOptimizer(hooks.LossScaleHooks):
         if not self.built:
             build_before_step(self, list(trainable_variables))
         _check_place(self)
-        if self.sync is not None:
+        if self.sync is not None and self.backup is None:
             refuse_outside_of_fit(self)
         variables = list(trainable_variables or hooks.variables_built_with(self))
         refuse_overwritten(variables, type(self).__name__)
@@ -192,7 +204,9 @@ class DistributedOptimizer(hooks.LossScaleHooks):
             scale = self.static_scale
             gradients = [g if g is None else ops.divide(g, scale) for g in gradients]
         if self.accumulate_steps == 1:
-            weighs = self.sync is not None and self.sync.start_step > 0
+            weighs = self.backup is not None or (
+                isinstance(self.sync, Sync) and self.sync.start_step > 0
+            )
             found = current_run() if weighs else None
             weight = None if found is None else batch_weight(*found)
             reduced = self._reduced(gradients, variables, weight)
@@ -296,7 +310,9 @@ class DistributedOptimizer(hooks.LossScaleHooks):
         places = [i for i, g in enumerate(gradients) if g is not None]
         own = [gradients[i] for i in places]
         of = [variables[i] for i in places]
-        if self._rounds is None:
+        if self.backup is not None:
+            reduced = self.backup.reduced(own, of, weight, run, rank)
+        elif self._rounds is None:
             reduced = reduce_gradients(own, run, rank, of, self)
         else:
             reduced = self._rounds.reduced(own, of, weight, run, rank)
@@ -308,7 +324,7 @@ class DistributedOptimizer(hooks.LossScaleHooks):
     def _update_weights(self, gradients: list[Any], variables: list[Any]) -> None:
         """Tests, clips and updates, with reduced gradients."""
         update = functools.partial(self._update_tested, gradients, variables)
-        rounds: list[Stage] = [] if self._rounds is None else [self._rounds]
+        rounds: list[Stage] = [one for one in (self._rounds, self.backup) if one]
         self._update_through(gradients, variables, update, rounds)
 
     def _update_through(
@@ -425,10 +441,14 @@ def _weight_to_keep(counted: Any, so_far: tf.Tensor, batches: tf.Tensor) -> tf.T
     return tf.where(so_far < 0, mean, tf.cast(counted, so_far.dtype))
 
 
-METHODS: dict[str, type[Sync]] = {"DiLoCo": DiLoCo, "LocalSGD": LocalSGD}
+METHODS: dict[str, type] = {
+    "BackupWorkers": BackupWorkers,
+    "DiLoCo": DiLoCo,
+    "LocalSGD": LocalSGD,
+}
 
 
-def checked_sync(sync: Any) -> Sync | None:
+def checked_sync(sync: Any) -> Sync | BackupWorkers | None:
     """`sync`, or the object that its `get_config` described; refuses anything else."""
     if isinstance(sync, dict) and sync.get("method") in METHODS:
         values = dict(sync)

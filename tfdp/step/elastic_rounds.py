@@ -8,6 +8,7 @@ keeps its values until it gets the state.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -78,6 +79,19 @@ class ElasticRounds:
             self._exchanges.assign(tf.not_equal(outcome, MET))
         is_in = tf.not_equal(outcome, LEFT_OUT)
         return tf.cond(is_in, lambda: move(means), lambda: tf.constant(False))
+
+
+def for_each_round(
+    means: Sequence[tf.Tensor], apply: Callable[[list[tf.Tensor]], Any]
+) -> None:
+    """Calls `apply`, in a loop of the graph, for each round of stacked means."""
+
+    def one(number: tf.Tensor) -> tuple[tf.Tensor]:
+        apply([mean[number] for mean in means])
+        return (number + 1,)
+
+    rounds = tf.shape(means[0])[0]
+    tf.while_loop(lambda number: number < rounds, one, (tf.constant(0),))
 
 
 def elastic_rounds(

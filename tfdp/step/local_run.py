@@ -10,6 +10,7 @@ import tensorflow as tf
 from keras.optimizers import Optimizer
 
 from tfdp.errors import ConfigurationError
+from tfdp.sync.backup_workers import BackupWorkers
 from tfdp.sync.rounds import Sync
 from tfdp.tracing.keras_steps import name_of_step
 from tfdp.tracing.run import Step
@@ -17,7 +18,7 @@ from tfdp.tracing.run import Step
 Groups = tuple[tuple[int, ...], ...]
 
 
-def has_no_effect(sync: Sync, strategy: tf.distribute.Strategy) -> bool:
+def has_no_effect(sync: Sync | BackupWorkers, strategy: tf.distribute.Strategy) -> bool:
     """Whether `sync` is across hosts and `auto_strategy` has found one host, which the
     first `fit` then reports."""
     idle_options = getattr(strategy, "idle_options", None)
@@ -92,13 +93,18 @@ def begin_local_run(
         # Others may be in a step, and eager replicas, which take turns, would hang.
         run.train_in(tuple((rank,) for rank in range(run.replicas)))
         return
+    is_training = name_of_step(step) == "train_step"
+    spared = [o for o in optimizers if getattr(o, "backup", None) is not None]
+    if spared and is_training:
+        _begin_spared(spared, step, run, is_jitted=is_jitted)
+        return
     syncs = {
         o: o.sync
         for o in optimizers
         if isinstance(getattr(o, "sync", None), Sync)
         and not has_no_effect(o.sync, strategy)
     }
-    if not syncs or name_of_step(step) != "train_step":
+    if not syncs or not is_training:
         return
     across = {sync.across for sync in syncs.values()}
     if len(across) > 1:
@@ -106,6 +112,29 @@ def begin_local_run(
             "One model is trained by optimizers whose sync=... says across='hosts' and "
             "across='replicas'. Say the same for all."
         )
+    _refuse_compiled_or_eager(step, is_jitted)
+    run.train_in(groups_across(strategy, across.pop()))
+    for place, optimizer in enumerate(syncs):
+        # What layers store belongs to the model: its first optimizer handles it.
+        state = step.__self__.non_trainable_variables if place == 0 else ()
+        optimizer.train_apart([variable.value for variable in state], run)
+
+
+def _begin_spared(
+    optimizers: Sequence[Any], step: Any, run: Step, *, is_jitted: bool
+) -> None:
+    """Before a training step with `BackupWorkers`."""
+    _refuse_compiled_or_eager(step, is_jitted)
+    if len(optimizers) > 1:
+        raise ConfigurationError(
+            "One model is trained by several optimizers with sync=BackupWorkers(...): "
+            "one round would wait for another. Give one optimizer for all variables."
+        )
+    state = step.__self__.non_trainable_variables
+    optimizers[0].backup.begin_step(run, [variable.value for variable in state])
+
+
+def _refuse_compiled_or_eager(step: Any, is_jitted: bool) -> None:
     if tf.executing_eagerly():
         raise ConfigurationError(
             "sync=... needs graphs: eager replicas run one after the other and stop "
@@ -116,11 +145,6 @@ def begin_local_run(
             "sync=... has not been shown to work with jit_compile=True. Compile the "
             "model with jit_compile=False."
         )
-    run.train_in(groups_across(strategy, across.pop()))
-    for place, optimizer in enumerate(syncs):
-        # What layers store belongs to the model: its first optimizer handles it.
-        state = step.__self__.non_trainable_variables if place == 0 else ()
-        optimizer.train_apart([variable.value for variable in state], run)
 
 
 def refuse_in_local_run(run: Step) -> None:
