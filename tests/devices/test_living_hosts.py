@@ -69,6 +69,44 @@ def test_a_quorum_needs_hosts_that_may_come_back():
         )
 
 
+def spare(count=1):
+    return tfdp.DistributedOptimizer(
+        keras.optimizers.SGD(), sync=tfdp.sync.BackupWorkers(spare=count)
+    )
+
+
+def test_spare_hosts_must_leave_those_that_are_needed(strategy):
+    with pytest.raises(ConfigurationError, match=r"must leave.*\(min_hosts=1\)"):
+        fit(strategy, lambda: spare(2))
+    with pytest.raises(ConfigurationError, match="spare=1.*min_hosts"):
+        fit(tfdp.DataParallelStrategy(["CPU:0", "CPU:1"]), spare)
+
+
+def test_what_counts_all_hosts_is_refused_beside_spare_ones(strategy):
+    with pytest.raises(ConfigurationError, match="NaNGuard"):
+        fit(strategy, spare, callbacks=[tfdp.callbacks.NaNGuard()])
+    with strategy.scope():
+        model = linear_model()
+        loss = keras.losses.MeanSquaredError(reduction="sum")
+        model.compile(spare(), loss, jit_compile=False)
+    with pytest.raises(ConfigurationError, match="sums over rows"):
+        model.fit(np.ones((8, 5)), np.ones((8, 1)), verbose=0)
+
+
+def test_no_spare_host_is_plain_training_bit_for_bit():
+    x = np.random.default_rng(3).normal(size=(24, 5)).astype("float32")
+    found = []
+    for sync in (None, tfdp.sync.BackupWorkers(spare=0)):
+        with tfdp.DataParallelStrategy(["CPU:0", "CPU:1"]).scope():
+            model = linear_model()
+            adam = keras.optimizers.Adam(0.01)
+            optimizer = tfdp.DistributedOptimizer(adam, sync=sync)
+            model.compile(optimizer, "mse", jit_compile=False)
+        model.fit(x, x[:, :1], batch_size=7, shuffle=False, verbose=0)
+        found.append(np.concatenate([w.ravel() for w in model.get_weights()]))
+    np.testing.assert_array_equal(*found)
+
+
 @pytest.mark.parametrize(
     "optimizer",
     [

@@ -1,5 +1,6 @@
-"""DiLoCo with a quorum: a host is stopped (SIGSTOP), misses rounds, and is back."""
+"""Rounds with a quorum, and backup workers: a host is stopped, and comes back."""
 
+import itertools
 import os
 import re
 import signal
@@ -10,6 +11,14 @@ import pytest
 
 import tfdp
 from tests.support import living_training as training
+from tests.support.apart import (
+    MOMENTUM,
+    RATE,
+    gradient_of,
+    linear_model,
+    regression_data,
+    vector_of,
+)
 from tests.support.living_group import LivingGroup
 from tests.support.living_reference import (
     BOUND,
@@ -122,3 +131,74 @@ def test_bits_are_equal_whoever_leads(tmp_path, fault):
     who = int(fault[fault.index("=") + 1])
     after = [update for update, by_rank in rounds.items() if update > 12]
     assert any(who in rounds[update] for update in after), outputs
+
+
+def weights_of_updates(folder):
+    """By update: the newest line of each rank."""
+    found = {}
+    for (rank, _), lines in lines_of(folder).items():
+        for line in lines:
+            found.setdefault(line["update"], {})[rank] = line
+    return found
+
+
+@pytest.mark.worth_seconds(60)
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_backup_workers_drop_late_gradients_and_all_make_the_same_updates(
+    tmp_path, devices
+):
+    """Of three hosts one is spare, and one is stopped before step 6 until the others
+    have done four steps without it: it then makes all of these updates.
+
+    Which hosts counted in a step is found by trying all pairs, and all three."""
+    who, stopped_at, held_at, epochs = 1, 5, 9, 5
+    plans = (f"stop={who}@{stopped_at}", f"hold={held_at}", "sync=backup", "spare=1")
+    with LivingGroup(
+        3,
+        "tests.support.living_training",
+        tmp_path,
+        epochs,
+        *plans,
+        sleep_seconds=10 * SECONDS,
+        variables={"TFDP_DEVICES_PER_WORKER": str(devices)},
+    ) as group:
+        others = [rank for rank in range(3) if rank != who]
+        wait_until(
+            lambda: all(newest(tmp_path, r)["update"] >= held_at for r in others), group
+        )
+        os.kill(group.processes[who].pid, signal.SIGCONT)
+        wait_until(lambda: newest(tmp_path, who)["update"] >= held_at, group)
+        (tmp_path / "go").touch()
+        codes = group.run(seconds=SECONDS)
+        outputs = group.outputs()
+    assert codes == [0] * 3, outputs
+    assert "gone on without this one" not in outputs, outputs
+    updates = weights_of_updates(tmp_path)
+    last = training.ROWS // training.BATCH * epochs
+    assert set(range(1, last + 1)) <= set(updates), outputs
+    assert not any(who in updates[u] for u in range(stopped_at + 1, held_at)), outputs
+    assert who in updates[held_at], outputs
+    x, y = regression_data(training.ROWS)
+    weights = vector_of(linear_model().get_weights())
+    velocity = np.zeros_like(weights)
+    for update in range(1, last + 1):
+        by_rank = updates[update]
+        assert len({line["hash"] for line in by_rank.values()}) == 1, (update, outputs)
+        got = np.array(next(iter(by_rank.values()))["outer"])
+        gradients = {}
+        for rank, line in by_rank.items():
+            share = training.BATCH // 3
+            first = line["batch"] * training.BATCH + share * rank
+            rows = slice(first, first + share)
+            gradients[rank] = gradient_of(weights, x[rows], y[rows])
+        options = []
+        for count in (2, 3):
+            for ranks in itertools.combinations(sorted(gradients), count):
+                mean = np.mean([gradients[rank] for rank in ranks], axis=0)
+                moved = MOMENTUM * velocity - RATE * mean
+                error = np.max(np.abs(weights + moved - got))
+                options.append((error, ranks, moved))
+        error, _, velocity = min(options, key=lambda option: option[0])
+        # float32 beside float64, one step: as BOUND, of which a round is four steps.
+        assert error < BOUND, (update, error, outputs)
+        weights = got

@@ -38,9 +38,8 @@ class Host:
 
         def meet():
             arrays = [np.full(3, value, np.float32)]
-            means, outcome, more, skipped = self.hosts.meet_quorum(update, rows, arrays)
-            rounds = [means[0], *(self.hosts.next_round()[0] for _ in range(more))]
-            return outcome, [float(one[0]) for one in rounds], skipped
+            means, outcome, skipped = self.hosts.meet_quorum(update, rows, arrays)
+            return outcome, means[0][:, 0].tolist(), skipped
 
         return self._thread.submit(meet)
 

@@ -41,9 +41,10 @@ DILOCO, LOCAL_SGD = tfdp.sync.DiLoCo, tfdp.sync.LocalSGD
         (lambda: DILOCO(quorum=True), "Received: True"),
         (lambda: DILOCO(quorum=2, grace_seconds=-1), "DiLoCo.grace_seconds"),
         (lambda: DILOCO(grace_seconds=1), "quorum=None waits for all hosts"),
+        (lambda: tfdp.sync.BackupWorkers(-1), "BackupWorkers.spare must be an integer"),
         (
             lambda: checked_sync("diloco"),
-            "sync must be one of tfdp.sync.BoundedStaleness",
+            "sync must be one of tfdp.sync.BackupWorkers",
         ),
         (lambda: checked_sync(DILOCO), "sync must be"),
         (lambda: checked_sync({"method": "Mine"}), "sync must be"),
@@ -63,6 +64,7 @@ def test_what_cannot_be_is_refused(make, words):
         DILOCO(every=50, outer_learning_rate=1, outer_momentum=0, start_step=7),
         DILOCO(every=4, fragments=2, overlap_steps=3, mixing=0.25),
         DILOCO(every=4, quorum=3, grace_seconds=1.5),
+        tfdp.sync.BackupWorkers(spare=2),
     ],
 )
 def test_a_config_makes_the_same_value(sync):

@@ -51,11 +51,14 @@ class Notes(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         outer = np.concatenate([w.ravel() for w in self.model.get_weights()])
         kept = [v.numpy() for v in self.model.optimizer.variables if "outer" in v.path]
+        if not local_syncs(self.model.optimizer):  # all state is the same on all hosts
+            kept = [v.numpy() for v in self.model.optimizer.variables]
         state = hashlib.sha256(b"".join(v.tobytes() for v in [outer, *kept]))
         local = [
             v.value.local_copy(place).numpy().ravel().tolist()
             for v in self.model.trainable_variables
             for place in range(len(self.strategy.extended.worker_devices))
+            if v.value.has_local
         ]
         line = {
             "time": time.time(),
@@ -71,6 +74,10 @@ class Notes(keras.callbacks.Callback):
         }
         with self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")
+
+
+def local_syncs(optimizer):
+    return isinstance(optimizer.sync, tfdp.sync.DiLoCo | tfdp.sync.LocalSGD)
 
 
 def main(folder, epochs, *plans):
@@ -89,6 +96,8 @@ def main(folder, epochs, *plans):
             quorum=int(plans["quorum"]) if "quorum" in plans else None,
             grace_seconds=float(plans.get("grace", 0)),
         )
+        if plans.get("sync") == "backup":
+            sync = tfdp.sync.BackupWorkers(spare=int(plans.get("spare", 1)))
         if plans.get("sync") == "local":
             sync = tfdp.sync.LocalSGD(EVERY)
         optimizer = tfdp.DistributedOptimizer(sgd(), sync=sync)

@@ -18,6 +18,7 @@ from tfdp.exchange.packing import Tensors
 from tfdp.exchange.reducer import Reducer
 from tfdp.exchange.transport import Transport
 from tfdp.hosts.elastic_group import ElasticHosts
+from tfdp.lint.registry import register_exchanged
 from tfdp.plan.communication import Communication
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class ElasticPipeline(Reducer):
     def meet_quorum(
         self, update: tf.Tensor, weight: tf.Tensor, values: Tensors, rank: int
     ) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """As `meet`, for a quorum; see `ElasticHosts.meet_quorum`, whose three numbers
+        """As `meet`, for a quorum; see `ElasticHosts.meet_quorum`, whose two numbers
         are one int32 tensor."""
 
         def meet(
@@ -97,15 +98,10 @@ class ElasticPipeline(Reducer):
             means, *numbers = found
             return [*means, np.array(numbers, np.int32)]
 
-        specs = [tf.TensorSpec(value.shape, value.dtype) for value in values]
-        specs.append(tf.TensorSpec([3], tf.int32))
+        specs = [tf.TensorSpec([None, *v.shape], v.dtype) for v in values]
+        specs.append(tf.TensorSpec([2], tf.int32))
         *means, state = self._on_first(meet, [update, weight, *values], specs, rank)
         return means, state
-
-    def next_round(self, values: Tensors, rank: int) -> list[tf.Tensor]:
-        """See `ElasticHosts.next_round`; `values`: those of the round before."""
-        specs = [tf.TensorSpec(value.shape, value.dtype) for value in values]
-        return self._on_first(self.hosts.next_round, [], specs, rank)
 
     def _on_first(
         self,
@@ -115,11 +111,12 @@ class ElasticPipeline(Reducer):
         rank: int,
     ) -> list[tf.Tensor]:
         """What `function` returns to the first replica, on all replicas."""
+        results: list[Any] = list(specs)
         if rank == 0:
             results = self._calls.call(function, values, specs)
-        else:
-            results = [tf.zeros(spec.shape, spec.dtype) for spec in specs]
-        return [self.broadcast(result, rank) for result in results]
+        if self.transport.replicas == 1:
+            return results
+        return [register_exchanged(r) for r in self.transport.broadcast(results, rank)]
 
     def exchange_state(self, values: Tensors) -> list[tf.Tensor]:
         """See `ElasticHosts.exchange_state`; in cross-replica context."""

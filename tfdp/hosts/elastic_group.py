@@ -52,7 +52,7 @@ from tfdp.hosts.wire import read_line
 
 if TYPE_CHECKING:
     from tfdp.hosts.elastic_quorum import QuorumRounds
-    from tfdp.hosts.quorum_values import QuorumRules, Round
+    from tfdp.hosts.quorum_values import QuorumRules
 
 # Outcomes of an all-reduce: done; done, and this host must send the state; left out.
 MET, GIVES, LEFT_OUT = 0, 1, 2
@@ -105,7 +105,6 @@ class ElasticHosts:
         )
         self._to_give: list[Peer] = []
         self._quorum: QuorumRounds | None = None
-        self._rounds: list[Round] = []
         #: Updates that this host left out; see `meet_quorum`.
         self.skipped_updates = 0
         self._ended = threading.Event()
@@ -219,11 +218,12 @@ class ElasticHosts:
 
     def meet_quorum(
         self, update: int, weight: float, arrays: Arrays
-    ) -> tuple[list[np.ndarray], int, int, int]:
+    ) -> tuple[list[np.ndarray], int, int]:
         """As `meet`, for a quorum (`tfdp.hosts.elastic_quorum`), weighted by `weight`.
 
-        Returns the means, the outcome, how many more rounds `next_round` returns, and
-        how many updates the others are ahead after these. Call `begin_quorum` first.
+        Returns the means of the round, and of others that this host missed, stacked;
+        the outcome, without any round if it is LEFT_OUT; and how many updates the
+        others are ahead of this one. Call `begin_quorum` first.
         """
         group, quorum = self._group, self._quorum
         if quorum is None:
@@ -234,22 +234,16 @@ class ElasticHosts:
         except LeftOutError:
             quorum.disconnect()
             self._leave_group(update)
-            return [np.asarray(array) for array in arrays], LEFT_OUT, 0, 0
+            return [np.zeros((0, *a.shape), a.dtype) for a in arrays], LEFT_OUT, 0
         finally:
             group.view.at = None
         if quorum.leader == self.rank and not self._to_give:
             with group.changed:
                 self._to_give = group.listener.take_joiners()
-        self._rounds = rounds
         self.skipped_updates += skipped
         outcome = GIVES if self._to_give else MET
-        more = len(rounds) - 1
-        return self.next_round(), outcome, more, skipped
-
-    def next_round(self) -> list[np.ndarray]:
-        """The means of the next round that this host missed; see `meet_quorum`."""
-        # Copies: others may get the same means later, and TensorFlow may reuse arrays.
-        return [mean.copy() for mean in self._rounds.pop(0).means]
+        means = zip(*(one.means for one in rounds), strict=True)
+        return [np.stack(of_rounds) for of_rounds in means], outcome, skipped
 
     def _about(self, update: int) -> Callable[[str], None]:
         return lambda line: self._say(

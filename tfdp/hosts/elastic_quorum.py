@@ -87,7 +87,7 @@ class QuorumRounds:
         self._named_leader: int | None = None  # until the next agreement
         self._watched: set[int] = set()
         self._failure: str | None = None
-        self._sending = 0
+        self._served: dict[int, int] = {}  # by rank: the last round that it has
         self._decided_at, self._round_seconds = time.monotonic(), float("inf")
         # Of the leader's thread:
         self._is_confirmed = False
@@ -126,7 +126,6 @@ class QuorumRounds:
                 if leader == group.rank:
                     own = Contribution(update, weight, arrays)
                     rounds, part, _ = self._contribute(leader, own)
-                    self._note_sent()
                 else:
                     rounds, part = self._bring(
                         leader, detector[1], update, weight, arrays
@@ -222,12 +221,20 @@ class QuorumRounds:
             self._wire = None
 
     def close(self) -> None:
-        """Ends; waits a while for members that still receive a round."""
+        """Ends; the leader waits `silence_seconds` for members that lack a round."""
         until = time.monotonic() + self._group.silence_seconds
-        while self._sending and time.monotonic() < until:
+        while self._is_needed() and time.monotonic() < until:
             time.sleep(POLL_SECONDS)
         self._ended.set()
         self.disconnect()
+
+    def _is_needed(self) -> bool:
+        group = self._group
+        with group.changed:
+            view = group.view
+            lack = [r for r in view.members if self._served.get(r, 0) < view.done]
+            leads = view.is_in and not view.is_excluded and self.leader == group.rank
+            return bool(leads and set(lack) - {group.rank})
 
     # The leader, and what any host has of earlier rounds.
 
@@ -267,7 +274,7 @@ class QuorumRounds:
                 message = wire.receive_line()
                 if "since" in message:
                     since = checked_integer(message["since"], 0, MOST_COUNT)
-                    self._send(wire, *self._rounds_since(since))
+                    self._send(wire, peer.hello.rank, *self._rounds_since(since))
                     continue
                 update = checked_integer(message.get("update"), 1, MOST_COUNT)
                 weight = message.get("weight")
@@ -276,7 +283,8 @@ class QuorumRounds:
                 arrays = [np.empty_like(array) for array in self._like]
                 wire.fill(arrays)
                 brought = Contribution(update, float(weight), arrays)
-                self._send(wire, *self._contribute(peer.hello.rank, brought))
+                rank = peer.hello.rank
+                self._send(wire, rank, *self._contribute(rank, brought))
         except LeftOutError:
             reason = {"left_out": True}
         except WorkerLostError as error:
@@ -311,25 +319,22 @@ class QuorumRounds:
             raise LeftOutError
 
     def _send(
-        self, wire: Watched, rounds: list[Round], part: float, agreement: Mapping
+        self,
+        wire: Watched,
+        rank: int,
+        rounds: list[Round],
+        part: float,
+        agreement: Mapping,
     ) -> None:
-        try:
-            pairs = [[one.before, one.update] for one in rounds]
-            wire.send_line({**agreement, "rounds": pairs, "part": part})
-            for one in rounds:
-                wire.send(*one.means)
-        finally:
-            self._note_sent()
-
-    def _note_sent(self) -> None:
+        pairs = [[one.before, one.update] for one in rounds]
+        wire.send_line({**agreement, "rounds": pairs, "part": part})
+        for one in rounds:
+            wire.send(*one.means)
         with self._group.changed:
-            self._sending -= 1
+            self._served[rank] = rounds[-1].update
 
     def _rounds_since(self, since: int) -> tuple[list[Round], float, dict[str, Any]]:
-        """All rounds after update `since`; LeftOutError if one of them is gone.
-
-        The caller then calls `_note_sent`.
-        """
+        """All rounds after update `since`; LeftOutError if one of them is gone."""
         group = self._group
         with group.changed:
             rounds = [one for one in self._kept if one.update > since]
@@ -337,7 +342,6 @@ class QuorumRounds:
                 raise LeftOutError
             seconds = time.monotonic() - self._decided_at
             part = min(seconds / self._round_seconds, 1.0)
-            self._sending += 1
             return rounds, part, group.agreement(list(group.view.members))
 
     def _keep(self, one: Round) -> None:

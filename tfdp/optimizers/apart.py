@@ -15,6 +15,7 @@ from tfdp.sharding.updates import ACCUMULATOR_NAME, WEIGHT_NAME
 from tfdp.step.local_run import groups_across
 from tfdp.step.local_sgd import Rounds
 from tfdp.step.local_training import LocalTraining
+from tfdp.sync.backup_workers import BackupWorkers
 from tfdp.sync.diloco import DiLoCo
 from tfdp.sync.late import LateSums
 from tfdp.sync.policy import Policy
@@ -54,6 +55,8 @@ def make_local_training(
     """
     if isinstance(sync, Sync):
         return make_rounds(optimizer, sync, variables)
+    if isinstance(sync, BackupWorkers):
+        return make_backup_rounds(optimizer, sync, variables)
     strategy = strategy_of(optimizer)
     if is_default_strategy(strategy) or not isinstance(sync, LateSums):
         return None
@@ -145,6 +148,22 @@ def make_rounds(
         group_size=len(groups[0]),
         optimizer=optimizer,
     )
+
+
+def make_backup_rounds(
+    optimizer: keras.optimizers.Optimizer,
+    sync: BackupWorkers,
+    variables: Sequence[Any],
+) -> LocalTraining | None:
+    """The rounds of a built optimizer; None without a strategy."""
+    from tfdp.step.backup_rounds import BackupRounds
+
+    updates = optimizer.add_variable(shape=(), dtype="int", name="sync_updates")
+    strategy = strategy_of(optimizer)
+    if is_default_strategy(strategy):
+        return None
+    weights = [variable.value for variable in variables]
+    return BackupRounds(sync, strategy, optimizer, weights, updates.value)
 
 
 def refuse_outside_of_fit(optimizer: keras.optimizers.Optimizer) -> None:

@@ -33,8 +33,9 @@ from tfdp.step.optimizers import (
     refuse_overwritten,
     takes_reduced,
 )
+from tfdp.sync.backup_workers import BackupWorkers
 from tfdp.sync.diloco import DiLoCo
-from tfdp.sync.late import BoundedStaleness, Delayed, LateSums
+from tfdp.sync.late import BoundedStaleness, Delayed
 from tfdp.sync.local_sgd import LocalSGD
 from tfdp.sync.policy import Policy
 from tfdp.tracing.batch_weight import batch_weight
@@ -69,8 +70,9 @@ class DistributedOptimizer(hooks.LossScaleHooks):
       dynamic_growth_steps: finite updates until the scale doubles.
       sync: a value of `tfdp.sync`. `LocalSGD` or `DiLoCo`: replicas make many updates
         independently before they synchronize; see docs/communication.md. `Delayed` or
-        `BoundedStaleness`: updates are by the gradients of earlier steps; see
-        docs/stragglers.md. None: they synchronize in every update.
+        `BoundedStaleness`: updates are by the gradients of earlier steps.
+        `BackupWorkers`: updates do not wait for late hosts. For these three see
+        docs/stragglers.md. None: all replicas synchronize in every update.
       name: the optimizer's name.
 
     Raises:
@@ -121,7 +123,9 @@ class DistributedOptimizer(hooks.LossScaleHooks):
             dynamic_loss_scale = keras.config.dtype_policy().name == "mixed_float16"
         self.dynamic_loss_scale = bool(dynamic_loss_scale)
         self._given_sync = checked_sync(sync)
-        self.sync = None if is_plain(self._given_sync) else self._given_sync
+        self.sync = self._given_sync
+        if self.sync is not None and self.sync.is_plain:
+            self.sync = None
         if self.sync is not None:
             refuse_with_sync(optimizer, self.sync)
         self._rounds: LocalTraining | None = None
@@ -170,7 +174,8 @@ class DistributedOptimizer(hooks.LossScaleHooks):
 
     def local_values(self, layer_state: Sequence[Any]) -> LocalValues | None:
         """The replicas' local values (see `train_apart`); None: no local training."""
-        if self._rounds is None:
+        sync = self.sync
+        if self._rounds is None or sync is None or not sync.trains_locally:
             return None
         self._rounds.keep_layer_state(layer_state)
         return self._rounds.values
@@ -190,7 +195,7 @@ class DistributedOptimizer(hooks.LossScaleHooks):
         if not self.built:
             build_before_step(self, list(trainable_variables))
         _check_place(self)
-        if self.sync is not None:
+        if self.sync is not None and self.sync.trains_locally:
             refuse_outside_of_fit(self)
         variables = list(trainable_variables or hooks.variables_built_with(self))
         refuse_overwritten(variables, type(self).__name__)
@@ -436,13 +441,9 @@ def _weight_to_keep(counted: Any, so_far: tf.Tensor, batches: tf.Tensor) -> tf.T
 
 
 METHODS: dict[str, type[Policy]] = {
-    method.__name__: method for method in (BoundedStaleness, Delayed, DiLoCo, LocalSGD)
+    method.__name__: method
+    for method in (BackupWorkers, BoundedStaleness, Delayed, DiLoCo, LocalSGD)
 }
-
-
-def is_plain(sync: Policy | None) -> bool:
-    """Whether `sync` is training without it: no step is late."""
-    return isinstance(sync, LateSums) and sync.steps == 0
 
 
 def checked_sync(sync: Any) -> Policy | None:

@@ -8,6 +8,7 @@ keeps its values until it gets the state.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -64,6 +65,11 @@ class ElasticRounds:
     def note_rows(self, rows: tf.Tensor) -> None:
         """Before a step, outside of replicas: how many rows this host reads."""
 
+    def note_outcome(self, outcome: tf.Tensor, rank: int) -> None:
+        """Unless it is `MET`, the state is due before the next step."""
+        if rank == 0:
+            self._exchanges.assign(tf.not_equal(outcome, MET))
+
     def synchronize(
         self,
         count: tf.Tensor,
@@ -74,10 +80,22 @@ class ElasticRounds:
         """In a replica, after an update that ends a round: averages `values` over the
         present hosts and passes the means to `move`, unless this host was left out."""
         means, outcome = self._pipeline.meet(count, values, rank)
-        if rank == 0:
-            self._exchanges.assign(tf.not_equal(outcome, MET))
+        self.note_outcome(outcome, rank)
         is_in = tf.not_equal(outcome, LEFT_OUT)
         return tf.cond(is_in, lambda: move(means), lambda: tf.constant(False))
+
+
+def for_each_round(
+    means: Sequence[tf.Tensor], apply: Callable[[list[tf.Tensor]], Any]
+) -> None:
+    """Calls `apply`, in a loop of the graph, for each round of stacked means."""
+
+    def one(number: tf.Tensor) -> tuple[tf.Tensor]:
+        apply([mean[number] for mean in means])
+        return (number + 1,)
+
+    rounds = tf.shape(means[0])[0]
+    tf.while_loop(lambda number: number < rounds, one, (tf.constant(0),))
 
 
 def elastic_rounds(

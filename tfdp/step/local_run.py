@@ -82,8 +82,8 @@ def begin_local_run(
     *,
     is_jitted: bool,
 ) -> None:
-    """Makes `run` local training if `step` is a training step and an optimizer of its
-    model has a `sync`. A `LocalLook` starts no round.
+    """Begins a training step where an optimizer of the model has a `sync`; most make
+    `run` local training. A `LocalLook` starts no round.
 
     Raises:
       ConfigurationError: when such a step is not supported.
@@ -116,7 +116,14 @@ def begin_local_run(
             "sync=... has not been shown to work with jit_compile=True. Compile the "
             "model with jit_compile=False."
         )
-    run.train_in(groups_across(strategy, across.pop()))
+    if all(sync.trains_locally for sync in syncs.values()):
+        run.train_in(groups_across(strategy, across.pop()))
+    elif len(syncs) > 1:
+        raise ConfigurationError(
+            "One model is trained by several optimizers with sync=..., one of them "
+            "BackupWorkers(...): one round would wait for another. Give one optimizer "
+            "for all variables."
+        )
     for place, optimizer in enumerate(syncs):
         # What layers store belongs to the model: its first optimizer handles it.
         state = step.__self__.non_trainable_variables if place == 0 else ()

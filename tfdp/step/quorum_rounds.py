@@ -9,9 +9,8 @@ import tensorflow as tf
 from tfdp._private.names import ResourceVariable
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.elastic_pipeline import ElasticPipeline
-from tfdp.hosts.elastic_group import LEFT_OUT, MET
 from tfdp.hosts.quorum_values import QuorumRules
-from tfdp.step.elastic_rounds import ElasticRounds, State
+from tfdp.step.elastic_rounds import ElasticRounds, State, for_each_round
 from tfdp.sync.diloco import DiLoCo
 
 # Each costs a copy of the weights in host memory.
@@ -55,25 +54,12 @@ class QuorumElasticRounds(ElasticRounds):
         self._pipeline.begin_quorum(self._rules, values)
         rows = self._rows.read_value() if rank == 0 else tf.constant(0.0)
         means, state = self._pipeline.meet_quorum(count, rows, values, rank)
-        outcome, more, skipped = tf.unstack(state)
+        outcome, skipped = tf.unstack(state)
+        self.note_outcome(outcome, rank)
         if rank == 0:
-            self._exchanges.assign(tf.not_equal(outcome, MET))
             with tf.control_dependencies([outcome]):
                 self._rows.assign(tf.constant(0.0))
-        left = tf.where(tf.equal(outcome, LEFT_OUT), 0, more + 1)
-
-        def round_after(left: tf.Tensor, *means: tf.Tensor) -> tuple[tf.Tensor, ...]:
-            move(means)
-            following = tf.cond(
-                left > 1,
-                lambda: self._pipeline.next_round(means, rank),
-                lambda: list(means),
-            )
-            return (left - 1, *following)
-
-        (left, *_) = tf.while_loop(
-            lambda left, *_: left > 0, round_after, (left, *means)
-        )
+        for_each_round(means, move)
         self._skip(skipped, rank)
         return tf.constant(True)
 

@@ -23,6 +23,10 @@ class LateSums(Policy):
     def __post_init__(self) -> None:
         check_whole(self, "steps", 0)
 
+    @property
+    def is_plain(self) -> bool:
+        return self.steps == 0
+
 
 @dataclasses.dataclass(frozen=True)
 class Delayed(LateSums):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 from tfdp.checks import is_number, is_whole
 from tfdp.errors import ConfigurationError
@@ -15,9 +15,16 @@ class Policy:
     across          which groups of replicas step together: those of one host
                     ("hosts"), or each one by itself ("replicas")
     weighs_batches  whether an update needs the weight of a group's batch
+    trains_locally  whether steps read and update weights of the group
+    is_plain        whether this is training without it
     """
 
     across: str = "hosts"
+    trains_locally: ClassVar[bool] = True
+
+    @property
+    def is_plain(self) -> bool:
+        return False
 
     @property
     def weighs_batches(self) -> bool:

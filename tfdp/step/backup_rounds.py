@@ -1,0 +1,165 @@
+"""Steps for which the first gradients suffice: `tfdp.sync.BackupWorkers`.
+
+Each update is a round of a quorum (`tfdp.hosts.elastic_quorum`), of gradients and of
+the state of layers. A host that was late makes all updates that it missed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+from keras.optimizers import Optimizer
+
+from tfdp._private.names import own_copy
+from tfdp.chain.reduction import Reduction, reduce
+from tfdp.chain.stages import chain_of
+from tfdp.errors import ConfigurationError
+from tfdp.exchange.elastic_pipeline import ElasticPipeline
+from tfdp.exchange.reducer import Reducer
+from tfdp.hosts.quorum_values import QuorumRules
+from tfdp.step.buffer_synchronization import synchronize_layer_state
+from tfdp.step.elastic_rounds import ElasticRounds, for_each_round
+from tfdp.step.local_training import LocalTraining
+from tfdp.sync.backup_workers import BackupWorkers
+from tfdp.tracing.run import Step
+from tfdp.variables.local_view import LocalView
+
+# Each costs a copy of the gradients in host memory.
+KEPT_ROUNDS = 8
+
+
+class HostSums:
+    """The sums over the replicas of this host."""
+
+    def __init__(self, pipeline: ElasticPipeline):
+        self._pipeline = pipeline
+
+    def sum_gradients(
+        self, gradients: Any, riders: Any, rank: Any, **options: bool
+    ) -> tuple[list[Any], list[tf.Tensor]]:
+        return Reducer.sum_gradients(self._pipeline, gradients, riders, rank, **options)
+
+
+class BackupRounds(LocalTraining):
+    """The sums and updates of one optimizer.
+
+    Args:
+      updates: counts the sums that were applied, equal on all replicas.
+    """
+
+    def __init__(
+        self,
+        sync: BackupWorkers,
+        strategy: tf.distribute.Strategy,
+        optimizer: Optimizer,
+        weights: Sequence[LocalView],
+        updates: LocalView,
+    ):
+        self._pipeline = strategy.extended.reducer
+        self._rules = rules_of(sync, self._pipeline)
+        devices = strategy.extended.worker_devices
+        super().__init__(strategy, len(devices), optimizer)
+        self._weights, self._updates = weights, updates
+        self._elastic = ElasticRounds(self._pipeline, devices, self._state_of_host)
+        self._run: Step | None = None
+        #: By rank, in the trace: the means to apply, and the state at their end.
+        self._due: dict[Any, tuple[list[tf.Tensor], list[LocalView]]] = {}
+
+    def _state_of_host(self) -> list[LocalView]:
+        own = [variable.value for variable in self._optimizer.variables]
+        found = [*self._weights, *self._layer_state]
+        found += [variable for variable in own if isinstance(variable, LocalView)]
+        return list({id(variable): variable for variable in found}.values())
+
+    def keep_layer_state(self, variables: Sequence[Any]) -> None:
+        """The state of layers, which has no local values here."""
+        self._layer_state = [one for one in variables if isinstance(one, LocalView)]
+
+    def before_step(self, run: Step) -> None:
+        if run.guard is not None or run.stages:
+            raise ConfigurationError(
+                "sync=BackupWorkers(...) does not go with callbacks that look into "
+                "sums of gradients (NaNGuard, GradientNoiseScale, AdaScale): they "
+                "count all hosts. Leave them out, or sync."
+            )
+        self._run = run
+        self._elastic.before_step()
+
+    def synchronize_layer_state(self, run: Step, rank: int) -> None:
+        synchronize_layer_state(run, rank)
+
+    def reduced(
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        weight: tf.Tensor | None,
+        run: Step,
+        rank: int,
+    ) -> list[Any]:
+        """The mean gradient over the hosts that came; this host may have been late."""
+        self._check(run, weight)
+        gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
+        state = run.take_local_state(rank)
+        run.return_local_state(rank, state)
+        own = Reduction(list(gradients), variables, run, rank, self._optimizer)
+        sums = reduce(own, chain_of(own), HostSums(self._pipeline))
+        values = [
+            tf.ensure_shape(total, variable.shape)
+            for total, variable in zip(sums, variables, strict=True)
+        ]
+        values += [own_copy(variable, rank).read_value() for variable in state]
+        self._pipeline.begin_quorum(self._rules, values)
+        count = own_copy(self._updates, rank).read_value() + 1
+        means, numbers = self._pipeline.meet_quorum(count, weight, values, rank)
+        self._elastic.note_outcome(numbers[0], rank)
+        self._due[rank] = means, state
+        return list(gradients)  # of this host, in the place of those of `around`
+
+    def _check(self, run: Step, weight: tf.Tensor | None) -> None:
+        if run is not self._run:
+            raise ConfigurationError(
+                f"The optimizer {self._optimizer.name!r} has sync=BackupWorkers(...), "
+                "and its update is called outside of a Keras model's train_step, or it "
+                "was not built before. Train with model.fit or train_on_batch, after "
+                "optimizer.build(model.trainable_variables), or leave out sync."
+            )
+        if weight is None:
+            raise ConfigurationError(
+                "sync=BackupWorkers(...) makes means over the rows that counted, and "
+                "the losses are sums over rows (reduction='sum'). Use means."
+            )
+
+    def around(self, reduction: Reduction, update: Callable[[], Any]) -> None:
+        """The updates that are due: usually one."""
+        rank, gradients = reduction.rank, reduction.gradients
+        places = [i for i, one in enumerate(gradients) if one is not None]
+        means, state = self._due.pop(rank)
+
+        def one(means: list[tf.Tensor]) -> None:
+            for place, mean in zip(places, means, strict=False):
+                gradients[place] = mean
+            update()
+            for variable, mean in zip(state, means[len(places) :], strict=True):
+                own_copy(variable, rank).assign(mean)
+            own_copy(self._updates, rank).assign_add(1)
+
+        for_each_round(means, one)
+
+
+def rules_of(sync: BackupWorkers, pipeline: Any) -> QuorumRules:
+    """Raises ConfigurationError where hosts cannot be spared."""
+    if not isinstance(pipeline, ElasticPipeline):
+        raise ConfigurationError(
+            f"BackupWorkers(spare={sync.spare}) goes on without late hosts, which "
+            "needs Communication(min_hosts=...) and several hosts "
+            "(tfdp.MultiHostDataParallelStrategy). Give it, or spare=0."
+        )
+    hosts, least = pipeline.hosts.workers, pipeline.communication.min_hosts or 1
+    if hosts - sync.spare < least:
+        raise ConfigurationError(
+            f"BackupWorkers.spare must leave Communication(min_hosts={least}) hosts at "
+            f"least, and there are {hosts}. Received: spare={sync.spare}."
+        )
+    return QuorumRules(hosts - sync.spare, 0.0, 1, KEPT_ROUNDS)
