@@ -23,6 +23,7 @@ OF_WORKERS = ["--case", "allreduce-resnet50", "--arms", "tfdp-sockets-int8"]
         ("memory", ["--devices", "2"]),
         pytest.param("prediction", [], marks=pytest.mark.slow),
         pytest.param("stragglers", [], marks=pytest.mark.slow),
+        pytest.param("staleness", [], marks=pytest.mark.slow),
         ("workers", OF_WORKERS),
     ],
 )

@@ -13,6 +13,7 @@ from tfdp.exchange.packing import Tensors
 from tfdp.hosts.async_exchanges import AsyncSums
 from tfdp.lint.registry import register_exchanged
 
+DONE, NUMBER = tf.TensorSpec([], tf.bool), tf.TensorSpec([], tf.int32)
 Give = Callable[..., None]
 Decide = Callable[[], int]
 
@@ -48,14 +49,14 @@ class AsyncExchange:
         sums = self._inner.reduce(tensors, rank)
         if rank:
             return tf.constant(True)
-        return self._outer.call(_noting(give), sums, [tf.constant(True)])[0]
+        return self._outer.call(_noting(give), sums, [DONE])[0]
 
     def decide(self, number: Decide, after: tf.Tensor, rank: int) -> tf.Tensor:
         """What `number` returns when `after` exists, called on the first replica: an
         int32, equal on all replicas of this host."""
         decided = tf.zeros([], tf.int32)
         if not rank:
-            decided = self._outer.call(_number(number), [after], [decided])[0]
+            decided = self._outer.call(_number(number), [after], [NUMBER])[0]
         return register_exchanged(self._inner.broadcast([decided], rank)[0])
 
     def take(self, otherwise: Tensors, rank: int, ticket: int) -> list[tf.Tensor]:
@@ -94,13 +95,14 @@ class SumsAtOnce:
         sums = self._reducer.all_reduce(tensors, rank)
         if rank:
             return tf.constant(True)
-        return self._calls.call(_noting(give), sums, [tf.TensorSpec([], tf.bool)])[0]
+        with tf.device("CPU:0"):
+            return self._calls.call(_noting(give), sums, [DONE])[0]
 
     def decide(self, number: Decide, after: tf.Tensor, rank: int) -> tf.Tensor:
         decided = tf.zeros([], tf.int32)
         if not rank:
-            specs = [tf.TensorSpec([], tf.int32)]
-            decided = self._calls.call(_number(number), [after], specs)[0]
+            with tf.device("CPU:0"):
+                decided = self._calls.call(_number(number), [after], [NUMBER])[0]
         return tf.convert_to_tensor(self._reducer.broadcast(decided, rank))
 
 
