@@ -4,3 +4,7 @@ from tfdp.sync.diloco import DiLoCo
 from tfdp.sync.local_sgd import LocalSGD
 
 __all__ = ["DiLoCo", "LocalSGD"]
+
+
+def __dir__() -> list[str]:
+    return [*__all__]
