@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tfdp import (
         callbacks,
         checkpoint,
+        cluster,
         compression,
         data,
         errors,
@@ -55,6 +56,7 @@ _PUBLIC = {
     "auto_strategy": "tfdp.strategies.auto",
     "callbacks": "tfdp.callbacks",
     "checkpoint": "tfdp.checkpoint",
+    "cluster": "tfdp.cluster",
     "compression": "tfdp.compression",
     "data": "tfdp.data",
     "errors": "tfdp.errors",
@@ -79,7 +81,8 @@ _STRATEGIES = {
     "auto_strategy",
 }
 # These load without TensorFlow.
-_PURE = {"Cluster", "Communication", "Sharding", "errors", "find_cluster", "sync"}
+_PURE = {"Cluster", "Communication", "Sharding", "cluster", "errors", "find_cluster"}
+_PURE |= {"sync"}
 
 MISSING_TENSORFLOW = (
     "tfdp needs TensorFlow: pip install 'tfdp[cpu]' (no GPU), 'tfdp[gpu]' (CUDA) "

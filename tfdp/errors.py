@@ -37,6 +37,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return [*__all__]
+
+
 class TfdpError(Exception):
     """Base of all errors that tfdp raises itself."""
 

@@ -23,6 +23,11 @@ from tfdp.tracing.run import current_run
 
 __all__ = ["all_rows", "local_mean", "local_sum", "own_rows"]
 
+
+def __dir__() -> list[str]:
+    return [*__all__]
+
+
 DENSE = (keras.Variable, np.ndarray, tf.Tensor, tf.Variable)
 
 

@@ -23,6 +23,10 @@ from tfdp.plan.schedule_formulas import (
 __all__ = ["LinearWarmup", "PolynomialDecay", "scale_learning_rate"]
 
 
+def __dir__() -> list[str]:
+    return [*__all__]
+
+
 @keras.saving.register_keras_serializable("tfdp")
 class LinearWarmup(keras.optimizers.schedules.LearningRateSchedule):
     """A linear warm-up from `initial` to any schedule, then that schedule.

@@ -1,5 +1,6 @@
 """What `tfdp check` accepts as its target; none of it needs TensorFlow."""
 
+import re
 import sys
 
 import pytest
@@ -128,7 +129,31 @@ def test_a_script_alone_defines_build_model_and_make_data(folder):
 def test_scripts_without_both_functions_are_run(folder, source, expected):
     (folder / "train.py").write_text(source, "utf-8")
     assert is_run(parse_target("train.py")) is expected
-    assert not is_run(parse_target("train.py:function"))
+    assert not is_run(Target("train.py", "function"))
+
+
+MISSPELT = {
+    "some_targt.py": "no script 'some_targt.py'. Did you mean some_target.py?",
+    "some_target.py:pairr": "no function 'pairr'. Did you mean pair?",
+    "some_targt:pair": "no module 'some_targt'.*Did you mean some_target?",
+    "ResNet5O": "no model 'ResNet5O' in keras.applications. Did you mean ResNet50",
+}
+
+
+@pytest.mark.parametrize("text", MISSPELT)
+@pytest.mark.parametrize("command", ["check", "plan", "tune"])
+def test_a_misspelt_name_is_found_before_tensorflow_starts(
+    folder, command, text, capsys, monkeypatch
+):
+    if command == "check" and text == "ResNet5O":
+        pytest.skip("no target of tfdp check")
+    # An import of it fails.
+    monkeypatch.setitem(sys.modules, "tensorflow", None)
+    batch = [] if command == "check" else ["--batch", "8"]
+    replicas = ["--replicas", "2"] if command == "tune" else []
+    assert cli.main([command, text, *batch, *replicas]) == 2
+    said = capsys.readouterr().err.replace("\n", " ")
+    assert re.search(MISSPELT[text], said), said
 
 
 @pytest.mark.parametrize("command", ["check", "plan", "tune"])

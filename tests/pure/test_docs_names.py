@@ -1,5 +1,6 @@
 """The pages name what there is, and the reference every public name, once."""
 
+import ast
 import re
 
 import pytest
@@ -98,3 +99,28 @@ def test_names_are_looked_up():
     assert definition_of("tfdp.Communication.nothing") is None
     assert "tfdp.sync.DiLoCo" in listed("tfdp.sync")
     assert NAME.findall("`tfdp.a.b(c)` tfdp/x.py my.tfdp.x") == ["tfdp.a.b"]
+
+
+TEN = ["auto_strategy", "quiet", "Communication", "shard=", "remat", "Checkpoint"]
+TEN += ["RunRecord", "LARS", "LAMB", "LinearWarmup", "read_tfrecords"]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/reference/index.md"])
+def test_a_page_for_newcomers_opens_with_the_ten_names(page):
+    text = (REPOSITORY / page).read_text("utf-8")
+    table = text.partition("| name | what it is |")[2].partition("\n\n")[0]
+    assert re.findall(r"\[`(?:tfdp\.)?(?:\w+\.)?(\w+=?)`\]", table) == TEN
+    assert text.index(table) < 3000
+
+
+def test_the_reference_of_auto_strategy_refers_to_no_other():
+    tree = ast.parse((REPOSITORY / "tfdp/strategies/auto.py").read_text("utf-8"))
+    [function] = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and node.name == "auto_strategy"
+    ]
+    names = {each.arg for each in function.args.kwonlyargs}
+    assert names == arguments_of("tfdp.auto_strategy") and len(names) == 10
+    args = ast.get_docstring(function).partition("Args:")[2].partition("Raises:")[0]
+    assert "see `" not in args

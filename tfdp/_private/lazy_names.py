@@ -13,7 +13,7 @@ def lazy_names(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """`__getattr__` and `__dir__` of `module`; `public`: name -> defining module.
 
-    A name that maps to its own module is that module.
+    A name that maps to its own module is that module. `dir(module)` is its `__all__`.
     """
 
     def resolve(name: str) -> Any:
@@ -25,4 +25,4 @@ def lazy_names(
         setattr(sys.modules[module], name, value)
         return value
 
-    return resolve, lambda: sorted({*vars(sys.modules[module]), *public})
+    return resolve, lambda: [*vars(sys.modules[module])["__all__"]]

@@ -5,3 +5,7 @@ from tfdp.checkpoint.merge import merge_parts
 from tfdp.checkpoint.parts import save_parts
 
 __all__ = ["Checkpoint", "Restored", "merge_parts", "save_parts"]
+
+
+def __dir__() -> list[str]:
+    return [*__all__]

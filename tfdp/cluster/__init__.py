@@ -10,3 +10,7 @@ from tfdp.cluster.progress import START_AGAIN, restarts
 from tfdp.cluster.tpu import find_tpu
 
 __all__ = ["START_AGAIN", "Cluster", "find_cluster", "find_tpu", "restarts"]
+
+
+def __dir__() -> list[str]:
+    return [*__all__]

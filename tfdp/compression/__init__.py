@@ -7,9 +7,9 @@ cast, int8, fp8, sign_sgd, top_k, random_k, power_sgd   one method each
 
 from typing import Any
 
-from tfdp.compression.cast import Cast
-from tfdp.compression.fp8 import FP8
-from tfdp.compression.int8 import Int4, Int8
+from tfdp.compression.casting import Cast
+from tfdp.compression.floats import FP8
+from tfdp.compression.integers import Int4, Int8
 from tfdp.compression.method import Method
 from tfdp.compression.power_sgd import PowerSGD
 from tfdp.compression.random_k import RandomK
@@ -50,3 +50,7 @@ __all__ = [
     "TopK",
     "from_config",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__]

@@ -4,3 +4,7 @@ from tfdp.layers.convert import convert_batch_normalization
 from tfdp.layers.sync_batch_normalization import SyncBatchNormalization
 
 __all__ = ["SyncBatchNormalization", "convert_batch_normalization"]
+
+
+def __dir__() -> list[str]:
+    return [*__all__]

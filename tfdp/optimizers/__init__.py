@@ -6,3 +6,7 @@ from tfdp.optimizers.one_bit_adam import OneBitAdam
 from tfdp.optimizers.one_bit_lamb import OneBitLAMB
 
 __all__ = ["LAMB", "LARS", "OneBitAdam", "OneBitLAMB"]
+
+
+def __dir__() -> list[str]:
+    return [*__all__]

@@ -3,3 +3,7 @@
 from tfdp.ray.report import ReportCallback
 
 __all__ = ["ReportCallback"]
+
+
+def __dir__() -> list[str]:
+    return [*__all__]

@@ -1,5 +1,4 @@
-"""How hosts synchronize: in rounds (`LocalSGD`, `DiLoCo`), late (`Delayed`,
-`BoundedStaleness`), or without the last ones (`BackupWorkers`)."""
+"""How hosts synchronize: in rounds, late, or without the slowest (`BackupWorkers`)."""
 
 from tfdp.sync.backup_workers import BackupWorkers
 from tfdp.sync.diloco import DiLoCo
@@ -7,3 +6,7 @@ from tfdp.sync.late import BoundedStaleness, Delayed
 from tfdp.sync.local_sgd import LocalSGD
 
 __all__ = ["BackupWorkers", "BoundedStaleness", "Delayed", "DiLoCo", "LocalSGD"]
+
+
+def __dir__() -> list[str]:
+    return [*__all__]

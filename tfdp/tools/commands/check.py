@@ -53,6 +53,7 @@ def run(options: argparse.Namespace) -> int:
     """Runs `tfdp check`; returns the exit status: 0 holds, 1 fails, 2 inconclusive."""
     target = check_target.parse_target(options.target, options.arguments)
     check_output_path("--json", options.json)
+    check_target.check_module(target)
     with check_target.errors_of_target("the target failed on one device"):
         report = _check(target, options)
     print(report)

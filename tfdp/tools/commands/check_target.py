@@ -6,13 +6,15 @@ import argparse
 import ast
 import contextlib
 import dataclasses
+import difflib
 import importlib
 import importlib.util
 import pathlib
+import re
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -134,20 +136,64 @@ def parse_target(text: str, arguments: Sequence[str] = ()) -> Target:
         module, function = text, ""
     target = Target(module, function or None, tuple(arguments))
     if target.is_script:
-        if not pathlib.Path(module).is_file():
-            raise ConfigurationError(f"There is no script {module!r}.")
+        path = pathlib.Path(module)
+        if not path.is_file():
+            near = [str(each) for each in path.parent.glob("*.py")]
+            hint = did_you_mean(str(path), near)
+            raise ConfigurationError(f"There is no script {module!r}.{hint}")
     elif not (function and all(part.isidentifier() for part in module.split("."))):
         raise ConfigurationError(f"TARGET must be {FORMS}. Received: {text!r}.")
     if function and not function.isidentifier():
         raise ConfigurationError(
             f"{function!r} is not the name of a function. TARGET must be {FORMS}."
         )
+    if function and target.is_script:
+        _check_function(path, function)
     if arguments and not is_run(target):
         raise ConfigurationError(
             f"{text} is imported, not run, so it takes no arguments. Leave out "
             f"`-- {' '.join(arguments)}`."
         )
     return target
+
+
+def did_you_mean(given: str, names: Iterable[str]) -> str:
+    """The end of an error about a name that does not exist; begins with a space."""
+    close = difflib.get_close_matches(given, list(names), n=1)
+    return f" Did you mean {close[0]}?" if close else ""
+
+
+def _check_function(path: pathlib.Path, function: str) -> None:
+    """Refuses a name that does not occur in the script, before it is imported."""
+    try:
+        text = path.read_text("utf-8")
+        names = {name for node in ast.parse(text).body for name in _defined(node)}
+    except (SyntaxError, ValueError):
+        return  # importing it shows the error
+    if re.search(rf"\b{function}\b|import \*", text) is None:
+        raise ConfigurationError(
+            f"{path} defines no function {function!r}.{did_you_mean(function, names)}"
+        )
+
+
+def check_module(target: Target) -> None:
+    """Refuses a module whose package does not exist; imports nothing.
+
+    Raises:
+      ConfigurationError: there is no such package or module here.
+    """
+    if target.is_script:
+        return
+    top = target.module.partition(".")[0]
+    folder = pathlib.Path.cwd()
+    is_here = (folder / top).is_dir() or (folder / f"{top}.py").is_file()
+    if is_here or top in sys.modules or importlib.util.find_spec(top) is not None:
+        return
+    near = [each.stem for each in folder.iterdir() if each.stem.isidentifier()]
+    raise ConfigurationError(
+        f"There is no module {top!r} here or among the installed packages."
+        f"{did_you_mean(top, near)}"
+    )
 
 
 def is_run(target: Target) -> bool:
@@ -251,7 +297,9 @@ def _import_module(target: Target) -> ModuleType:
 def _function(module: ModuleType, target: Target, name: str) -> Callable[..., Any]:
     function = getattr(module, name, None)
     if not callable(function):
-        hint = f" TARGET is {FORMS}." if target.function is None else ""
+        hint = f" TARGET is {FORMS}."
+        if target.function is not None:
+            hint = did_you_mean(name, dir(module))
         raise ConfigurationError(f"{target.module} defines no function {name!r}.{hint}")
     return function
 

@@ -21,6 +21,7 @@ from tfdp.tools.commands.plan_model import (
     BATCH_HELP,
     FORMS,
     bytes_of,
+    check_model,
     load_model,
     parse_model,
 )
@@ -76,6 +77,7 @@ def run(options: argparse.Namespace) -> int:
     sharding = _sharding(options)
     check_output_paths({"--json": options.json, "--page": options.page})
     target = parse_model(options.model, options.arguments, options.batch)
+    check_model(target)
     with errors_of_target("the model's step could not be traced"):
         try:
             answer = _answer(options, target, sharding, memory_bytes)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
+import importlib.util
+import pathlib
 import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -73,6 +74,35 @@ def parse_model(text: str, arguments: Sequence[str], rows: int | None) -> Target
     return target
 
 
+def check_model(target: Target | str) -> None:
+    """Refuses a name that does not exist; imports no TensorFlow.
+
+    Raises:
+      ConfigurationError: there is no such module, or model of keras.applications.
+    """
+    if isinstance(target, Target):
+        check_target.check_module(target)
+        return
+    names = _names_of_applications()
+    if names and target not in names:
+        raise ConfigurationError(
+            f"There is no model {target!r} in keras.applications."
+            f"{check_target.did_you_mean(target, names)} MODEL is {FORMS} The names: "
+            f"{', '.join(names)}."
+        )
+
+
+def _names_of_applications() -> list[str]:
+    """From the source of Keras, whose import takes seconds; [] if it is not there."""
+    keras = importlib.util.find_spec("keras")
+    if keras is None or keras.origin is None:
+        return []
+    path = pathlib.Path(keras.origin).with_name("applications") / "__init__.py"
+    if not path.is_file():
+        return []
+    return sorted(set(re.findall(r"import ([A-Z]\w*) as \1", path.read_text("utf-8"))))
+
+
 def load_model(
     target: Target | str, batch_rows: int | None, replicas: int
 ) -> tuple[Callable[[], Any], Any]:
@@ -94,13 +124,7 @@ def load_model(
         return found.build, _batch_of(found.data, rows)
     if batch_rows and callable(getattr(keras.applications, target, None)):
         return _application(getattr(keras.applications, target)), batch_rows
-    names = [name for name in dir(keras.applications) if name[0].isupper()]
-    close = difflib.get_close_matches(target, names, n=1)
-    hint = f" Did you mean {close[0]}?" if close else ""
-    raise ConfigurationError(
-        f"There is no model {target!r} in keras.applications.{hint} MODEL is {FORMS} "
-        f"The names: {', '.join(names)}."
-    )
+    raise ConfigurationError(f"There is no model {target!r} in keras.applications.")
 
 
 def _application(constructor: Callable[..., Any]) -> Callable[[], Any]:

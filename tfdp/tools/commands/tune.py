@@ -21,7 +21,13 @@ from tfdp.launch.local import own_gpus
 from tfdp.progress_bar import progress_bar
 from tfdp.tools.bench.python_process import ended_together
 from tfdp.tools.commands.check_target import end_help
-from tfdp.tools.commands.plan_model import BATCH_HELP, FORMS, bytes_of, parse_model
+from tfdp.tools.commands.plan_model import (
+    BATCH_HELP,
+    FORMS,
+    bytes_of,
+    check_model,
+    parse_model,
+)
 from tfdp.tools.commands.tune_processes import TrialFailed, Trials
 from tfdp.tools.commands.tune_run import Finished, TuneRun, batch_of_script, what_fits
 from tfdp.tools.report.charts import PART_BARS_STYLE, part_bars
@@ -95,7 +101,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _run_of(options: argparse.Namespace) -> TuneRun:
     """Checks all options before minutes of trials, not after them."""
-    parse_model(options.target, options.arguments, options.batch)
+    target = parse_model(options.target, options.arguments, options.batch)
     for name in ("minutes", "timeout_seconds"):
         value = getattr(options, name)
         if not (0 < value < math.inf):
@@ -117,6 +123,7 @@ def _run_of(options: argparse.Namespace) -> TuneRun:
             "One replica sends nothing, so there is nothing to tune. Give --replicas "
             "or --workers, or --memory to try remat and accumulation."
         )
+    check_model(target)
     if options.batch is None:
         options.batch = _batch_of_script(options, place.all_replicas)
         place = dataclasses.replace(place, rows=options.batch)
