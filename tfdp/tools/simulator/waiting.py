@@ -192,35 +192,38 @@ def first_ones(
 ) -> Waited:
     """Rounds of `every` steps end with the first `workers - spare` workers, and with
     those that come within `grace_seconds` more. A late worker's round is dropped: it
-    takes the weights as it comes, and begins the round that the others are in."""
+    takes the weights as it comes, and enters the round in which the others are."""
     workers, needed = _workers(cluster, cluster.factors), cluster.workers - spare
+    usual_seconds = cluster.step_seconds + cluster.delays.tail_seconds
     rounds = STEPS // every
-    coming = [(each.end_of(0.0, every), n, 0) for n, each in enumerate(workers)]
+    # When a worker comes, which, to which round, and after how many steps.
+    coming = [(each.end_of(0.0, every), n, 0, every) for n, each in enumerate(workers)]
     heapq.heapify(coming)
     counted = dropped = 0
-    ended = 0.0
+    ended = last = 0.0
     for current in range(rounds):
         waiting: list[int] = []
         deadline = math.inf
-        while coming and coming[0][0] <= deadline and len(waiting) < cluster.workers:
-            now, place, of = heapq.heappop(coming)
+        while coming and coming[0][0] <= deadline:
+            now, place, of, steps = heapq.heappop(coming)
             if of < current:  # late
-                dropped += every
+                dropped += steps
                 begun = max(now, ended) + cluster.exchange_seconds
-                end = workers[place].end_of(begun, every)
-                heapq.heappush(coming, (end, place, current))
+                made = int((begun - ended) / usual_seconds)
+                left = max(every - made, 1)
+                end = workers[place].end_of(begun, left)
+                heapq.heappush(coming, (end, place, current, left))
                 continue
             waiting.append(place)
+            counted += steps
+            last = now
             if len(waiting) == needed:
                 deadline = now + grace_seconds
-            last = now
-        ended = (last if len(waiting) == cluster.workers else deadline) + (
-            cluster.exchange_seconds
-        )
-        counted += every * len(waiting)
+        all_came = len(waiting) == cluster.workers
+        ended = (last if all_came else deadline) + cluster.exchange_seconds
         for place in waiting:
             end = workers[place].end_of(ended, every)
-            heapq.heappush(coming, (end, place, current + 1))
+            heapq.heappush(coming, (end, place, current + 1, every))
     updates = rounds * every
     return _result(
         cluster, policy, ended, updates=updates, counted=counted, dropped=dropped
