@@ -19,7 +19,6 @@ import contextlib
 import json
 import os
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -45,7 +44,7 @@ RUNS_SECONDS, STOPS_SECONDS = 0.003, 0.012
 LINK_BYTES_PER_SECOND = 2_000_000
 SO_MAX_PACING_RATE, NO_LIMIT = 47, 2**31 - 1
 WIDTH, BATCH = 256, 1536
-COST_WIDTH, COST_STEPS = 768, 60
+COST_BATCH, WARM_STEPS = 2048, 20
 THROTTLE = """
 import os, signal, sys, time
 process, runs, stops = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
@@ -73,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
             rows.append({"workers": workers, **found})
     right = sum(row["right"] for row in rows)
     print(f"right within {STEPS} steps: {right} of {len(rows)}")
-    cost = {"repeats": options.repeats, "steps": 6 if options.quick else COST_STEPS}
+    cost = {"pairs": 5 if options.quick else 30 * options.repeats}
     (found,) = _group(2, cost, options.timeout_seconds)
     print(found["text"])
     write_report(options.json, "stragglers", rows=rows, cost=found)
@@ -133,7 +132,7 @@ def find(orders: dict[str, Any]) -> list[dict[str, Any]] | None:
     if "cases" in orders:
         found = [_case(strategy, *case) for case in orders["cases"]]
     else:
-        found = [_cost(strategy, orders["repeats"], orders["steps"])]
+        found = [_cost(strategy, orders["pairs"])]
     return found if strategy.cluster.rank == 0 else None
 
 
@@ -169,7 +168,8 @@ def _case(strategy: Any, worker: int, cause: str) -> dict[str, Any]:
         return batch, batch[:, :1]
 
     rows = np.random.default_rng(0).normal(size=(BATCH, WIDTH)).astype("float32")
-    data = tf.data.Dataset.from_tensor_slices(rows).repeat().batch(BATCH).map(waits)
+    # It ends with the training: a call of Python that goes on would hang at exit.
+    data = tf.data.Dataset.from_tensors(rows).repeat(STEPS).map(waits)
     stragglers = tfdp.callbacks.Stragglers()
     with contextlib.ExitStack() as stack:
         if is_slow and cause == "compute":
@@ -216,42 +216,47 @@ def _narrow_link(link: Any) -> Iterator[None]:
             yield
 
 
-def _cost(strategy: Any, repeats: int, steps: int) -> dict[str, Any]:
-    """Seconds of a step with the callback and without, in turn."""
-    import keras
+def _cost(strategy: Any, pairs: int) -> dict[str, Any]:
+    """Seconds of a step with the callback and without, step by step in turn."""
     import numpy as np
+    import tensorflow as tf
 
     import tfdp
 
-    class Times(keras.callbacks.Callback):
-        def on_train_begin(self, logs: Any = None) -> None:
-            self.ends: list[float] = []
-
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            self.ends.append(time.perf_counter())
-
-    model = _model(strategy, COST_WIDTH)
-    rows = np.random.default_rng(0).normal(size=(BATCH * steps, COST_WIDTH))
-    rows = rows.astype("float32")
-    seconds: dict[str, list[float]] = {"without": [], "with": []}
-    for _ in range(repeats):
-        for name, found in seconds.items():
-            callbacks = [Times()]
+    rows = np.random.default_rng(0).normal(size=(COST_BATCH, WIDTH)).astype("float32")
+    data = tf.data.Dataset.from_tensors((rows, rows[:, :1])).repeat()
+    batches = iter(strategy.experimental_distribute_dataset(data))
+    arms = {name: _model(strategy, WIDTH) for name in ("without", "with")}
+    stragglers = tfdp.callbacks.Stragglers()
+    stragglers.set_model(arms["with"])
+    stragglers.on_train_begin()
+    stragglers.on_epoch_begin(0)
+    arms["without"].make_train_function()
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in arms}
+    for step in range(WARM_STEPS + pairs):
+        for name in list(arms)[:: 1 if step % 2 else -1]:
+            began = time.perf_counter(), time.process_time()
+            arms[name].train_function(batches)
             if name == "with":
-                callbacks.insert(0, tfdp.callbacks.Stragglers())
-            model.fit(
-                rows, rows[:, :1], batch_size=BATCH, verbose=0, callbacks=callbacks
-            )
-            found.append(statistics.median(np.diff(callbacks[-1].ends[2:])))
-    medians = {name: statistics.median(found) for name, found in seconds.items()}
-    more = [w - n for w, n in zip(seconds["with"], seconds["without"], strict=True)]
-    cost = statistics.median(more)
-    text = (
-        f"a step of {medians['without'] * 1e3:.2f} ms: {cost * 1e6:+.0f} us with the "
-        f"callback ({cost / medians['without']:+.2%}), median of {repeats} pairs from "
-        f"{min(more) * 1e6:+.0f} to {max(more) * 1e6:+.0f} us"
-    )
-    return {"seconds": seconds, "cost_seconds": cost, "text": text}
+                stragglers.on_train_batch_end(step)
+            ended = time.perf_counter(), time.process_time()
+            if step >= WARM_STEPS:
+                seconds[name].append((ended[0] - began[0], ended[1] - began[1]))
+    texts = []
+    for place, clock in enumerate(("wall clock", "processor time")):
+        step_seconds, with_it = (
+            np.array([each[place] for each in seconds[name]]) for name in arms
+        )
+        more = np.median(with_it) - np.median(step_seconds)
+        # The standard error of a median, from the quartiles of the differences.
+        low, high = np.quantile(with_it - step_seconds, [0.25, 0.75])
+        error = 1.25 * (high - low) / 1.35 / pairs**0.5
+        texts.append(
+            f"{clock}: a step of {np.median(step_seconds) * 1e3:.2f} ms, with the "
+            f"callback {more * 1e6:+.0f} us (standard error {error * 1e6:.0f}), "
+            f"{more / np.median(step_seconds):+.2%}"
+        )
+    return {"seconds": seconds, "text": "\n".join(texts)}
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ def make_model(strategy, accumulate_steps=None):
         model.compile(
             keras.optimizers.Adam(0.01, gradient_accumulation_steps=accumulate_steps),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            steps_per_execution=3 if accumulate_steps else 1,
             jit_compile=False,
         )
     return model

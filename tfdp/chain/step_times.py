@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfdp._private.names import (
-    make_counter,
-    make_note,
-    run_independently,
-    time_in_graph,
-)
+from tfdp._private.names import make_note, run_independently, time_in_graph
 from tfdp.chain.reduction import Reduction, Stage
 from tfdp.errors import ConfigurationError
 from tfdp.hosts.python_calls import counted
@@ -31,7 +27,7 @@ from tfdp.plan.stragglers import (
 
 #: The number of tables that are kept.
 RECENT = 64
-# A sum is about the update before, whose time begins with the end of the one before it.
+# The first two sums are about no step that has a beginning.
 FIRST = 3
 
 
@@ -67,13 +63,13 @@ class StepTimes(Stage):
             )
         self._link = link
         replicas = len(strategy.extended.worker_devices)
-        shape = [RECENT, link.workers, len(COLUMNS)]
-        self._tables = make_note(tf.zeros(shape), tf.float32)
-        self._count = make_counter()
+        self._sum = make_note(tf.zeros([link.workers, len(COLUMNS)]), tf.float32)
         # By replica: when its gradients were ready, and when their sums were.
         self._marks = [
-            make_note(tf.zeros([4], tf.float64), tf.float64) for _ in range(replicas)
+            make_note(tf.zeros([2], tf.float64), tf.float64) for _ in range(replicas)
         ]
+        self._sums = 0
+        self._tables: deque[tuple[int, np.ndarray]] = deque(maxlen=RECENT)
         # Of the graph under construction: the table, and by replica its reduction.
         self._table: tf.Tensor | None = None
         self._summed: dict[int, tuple[Reduction, tf.Tensor]] = {}
@@ -85,36 +81,29 @@ class StepTimes(Stage):
 
     def read(self) -> tuple[int, np.ndarray] | None:
         """The newest step with known times, from 0, and its table [workers, columns] in
-        float32, the same bits on all workers; None before the third sum."""
-        tables = self.since(-1)
-        return tables[-1] if tables else None
+        float32, the same bits on all workers; None before the fourth step."""
+        return self._tables[-1] if self._tables else None
 
     def since(self, step: int) -> list[tuple[int, np.ndarray]]:
         """The tables of the steps after `step`, at most `RECENT`, in order."""
-        count = int(self._count.numpy())
-        first = max(FIRST, count - RECENT + 1, step + 3)
-        if first > count:
-            return []
-        tables = self._tables.numpy()
-        return [
-            (one - 2, tables[(one - 1) % RECENT]) for one in range(first, count + 1)
-        ]
+        return [one for one in list(self._tables) if one[0] > step]
 
     def begin_step(self, rows: Any, batch: Sequence[tf.Tensor]) -> None:
         self._summed, self._table = {}, None
         began, arrived = time_in_graph([]), time_in_graph(batch)
-        marks = tf.stack([mark.read_value() for mark in self._marks])
-        own_rows = tf.cast(0 if rows is None else rows, tf.float64)
+        marks = [mark.read_value() for mark in self._marks]
+        own_rows = 0 if rows is None else rows
         table = tf.numpy_function(
             counted(self._next_table),
-            [marks, arrived - began, own_rows],
+            [began, arrived, own_rows, self._sum.read_value(), *marks],
             tf.float32,
             stateful=True,
             name="tfdp_step_times",
         )
         if not tf.executing_eagerly():
             run_independently(table.op)
-        self._table = tf.ensure_shape(table, self._empty().shape)
+        table.set_shape(self._own.shape)
+        self._table = table
 
     def before(self, reduction: Reduction) -> None:
         rank = reduction.rank
@@ -135,28 +124,32 @@ class StepTimes(Stage):
         [total] = reduction.take_riders(1)
         sums = [one for one in reduction.gradients if one is not None]
         with tf.device("CPU:0"):
-            mark = tf.concat([ready, _time_of([*sums, total])], axis=0)
-            # After the table was read: the sum of riders needs what was made of it.
-            self._marks[rank].assign(mark)
+            # After they were read: the sum of riders needs what was made of them.
+            self._marks[rank].assign(tf.stack([ready, _time_of([*sums, total])]))
             if rank == 0:
-                place = tf.convert_to_tensor(self._count) % RECENT
-                row = tf.cast(total, tf.float32)
-                self._tables.scatter_nd_update(place[None, None], row[None])
-                self._count.assign_add(1)
+                self._sum.assign(tf.cast(total, tf.float32))
 
     def _empty(self) -> np.ndarray:
         return np.zeros([self._link.workers, len(COLUMNS)], np.float32)
 
     def _next_table(
-        self, marks: np.ndarray, waited_seconds: np.ndarray, rows: np.ndarray
+        self,
+        began: np.ndarray,
+        arrived: np.ndarray,
+        rows: np.ndarray,
+        total: np.ndarray,
+        *marks: np.ndarray,
     ) -> np.ndarray:
-        """This worker's part of the table of the last sum; called when a batch is
-        there."""
-        ready, ended = float(marks[:, 0].max()), float(marks[0, 2])
+        """Takes the table of the last sum; returns this worker's part of the next one.
+        Called when a batch is there."""
+        ready, ended = max(float(mark[0]) for mark in marks), float(marks[0][1])
         if ended > self._ended:  # a batch of an accumulation may have had no sum
+            self._sums += 1
+            if self._sums >= FIRST:
+                self._tables.append((self._sums - 2, np.array(total)))
             self._own = self._part(ready, ended)
             self._ended, self._input, self._rows = ended, 0.0, 0.0
-        self._input += max(0.0, float(waited_seconds))
+        self._input += max(0.0, float(arrived) - float(began))
         self._rows += float(rows)
         return self._own
 
@@ -166,14 +159,17 @@ class StepTimes(Stage):
         # Exchanges are timed by another clock than graphs.
         offset = time.time() - time.monotonic()
         waiting, before, last = 0.0, 0.0, self._last_exchange
-        # A copy: the thread of an exchange appends.
-        for one in list(link.exchanges_of_steps)[::-1]:
+        exchanges, seen = link.exchanges_of_steps, float("inf")
+        for place in range(1, len(exchanges) + 1):
+            one = exchanges[-place]
             if one.number <= self._last_exchange:
                 break
             end = one.end + offset
-            if end > ended:
+            # Another thread may append, and so move what was seen to the next place.
+            if one.number >= seen or end > ended:
                 continue
-            last = max(last, one.number)
+            seen = one.number
+            last = max(last, seen)
             waiting += one.end - one.start
             # Gradients travel while others are computed.
             if end <= ready and "bucket" not in one.label and "table" not in one.label:
@@ -198,15 +194,17 @@ class StepTimes(Stage):
 
 
 def _time_of(values: Sequence[Any]) -> tf.Tensor:
-    """[seconds since 1970 when `values` are computed, a number to ignore]; zeros for
-    no values."""
+    """Seconds since 1970 when `values` are computed; 0 for none."""
     if not values:
-        return tf.zeros([2], tf.float64)
+        return tf.constant(0.0, tf.float64)
     dense = [v.values if isinstance(v, tf.IndexedSlices) else v for v in values]
+    if "GPU" not in dense[-1].device:
+        return time_in_graph(dense)
     # On a GPU an operation counts as done when it is queued. A number that is copied
     # to the host shows that the device has computed it, and what was queued before.
     with tf.control_dependencies(dense):
         shown = tf.cast(tf.reduce_sum(tf.reshape(dense[-1], [-1])[:1]), tf.float64)
     with tf.device("CPU:0"):
-        shown = tf.identity(shown)
-        return tf.stack([time_in_graph([shown]), shown])
+        # A nanosecond at most; unused, the copy would be left out.
+        used = 1e-9 * tf.cast(tf.math.is_nan(tf.identity(shown)), tf.float64)
+        return time_in_graph([used]) + used

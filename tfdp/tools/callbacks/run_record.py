@@ -29,7 +29,6 @@ from tfdp.cluster.machine import (
 )
 from tfdp.errors import ConfigurationError, RunRecordWarning
 from tfdp.exchange.transport import Transport
-from tfdp.plan.stragglers import SlowWorker
 from tfdp.step.observers import StepMeter, attach, detach
 from tfdp.tools.runs.entries import (
     MOST_NAMES,
@@ -37,7 +36,7 @@ from tfdp.tools.runs.entries import (
     End,
     Entry,
     Epoch,
-    Slow,
+    Said,
     Start,
     Steps,
 )
@@ -274,12 +273,9 @@ class RunRecord(keras.callbacks.Callback):
             )
         )
 
-    def note_straggler(self, found: SlowWorker) -> None:
+    def note_straggler(self, step: int, text: str) -> None:
         """Called by `Stragglers` of the same `fit`."""
-        seconds = time.perf_counter() - self._began
-        of_worker = (found.worker, found.cause, found.lost_seconds, found.lost_share)
-        scores = (found.to_best, found.to_own_best)
-        self._write(Slow(self._session_id, found.step, seconds, *of_worker, *scores))
+        self._write(Said(self._session_id, step, text))
 
     def on_train_end(self, logs: Any = None) -> None:
         self._write_line()

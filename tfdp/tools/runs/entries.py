@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tfdp.checks import is_number
 from tfdp.files.checked_json import is_count
-from tfdp.plan.stragglers import CAUSES, SlowWorker
 from tfdp.tools.runs.lines import KIND, VERSION, number_of
 
 MOST_TEXT, MOST_NAMES = 1000, 200
@@ -84,28 +83,17 @@ class End:
 
 
 @dataclasses.dataclass(frozen=True)
-class Slow:
-    """`callbacks.Stragglers` named a worker; see `tfdp.plan.stragglers.SlowWorker`."""
+class Said:
+    """`callbacks.Stragglers` named a slow worker."""
 
     session: str
     step: int  # from 0
-    at_seconds: float  # since the start
-    slow_worker: int
-    cause: str
-    lost_seconds: float  # in each step, by each of the others
-    lost_share: float  # of a step
-    to_best: float  # its busy time over that of the fastest worker
-    to_own_best: float
-
-    @property
-    def found(self) -> SlowWorker:
-        of_worker = (self.slow_worker, self.cause, self.lost_seconds, self.lost_share)
-        return SlowWorker(self.step, *of_worker, self.to_best, self.to_own_best)
+    text: str
 
 
-Entry = Start | Steps | Epoch | End | Slow
+Entry = Start | Steps | Epoch | End | Said
 KINDS: dict[str, type[Any]] = dict(
-    start=Start, steps=Steps, epoch=Epoch, end=End, slow=Slow
+    start=Start, steps=Steps, epoch=Epoch, end=End, said=Said
 )
 
 
@@ -154,15 +142,6 @@ def _text(value: Any) -> str:
     return "".join(sign if sign.isprintable() else " " for sign in value)
 
 
-def _one_of(texts: Sequence[str]) -> Callable[[Any], str]:
-    def check(value: Any) -> str:
-        if value not in texts:
-            raise ValueError(f"none of {', '.join(texts)}")
-        return str(value)
-
-    return check
-
-
 def _whole(least: int, most: int | None = None) -> Callable[[Any], int]:
     def check(value: Any) -> int:
         if not is_count(value, least=least) or (most is not None and value > most):
@@ -207,18 +186,16 @@ def _names(value: Any) -> tuple[str, ...]:
 CHECKS: dict[str, Callable[[Any], Any]] = {
     name: check
     for names, check in (
-        ("session host", _text),
+        ("session host text", _text),
         # A table has a row for each of these.
         ("workers replicas", _whole(1, MOST_WORKERS)),
         ("steps steps_per_epoch", _whole(1)),
-        ("worker slow_worker restarts step epoch batch samples", _whole(0)),
+        ("worker restarts step epoch batch samples", _whole(0)),
         ("within_bytes between_bytes resident_bytes peak_bytes", _whole(0)),
         ("device_bytes device_peak_bytes", _whole(0)),
         ("began_seconds at_seconds seconds step_seconds", _seconds),
         ("validation_seconds longest_seconds", _seconds),
-        ("input_seconds exchange_seconds lost_seconds", _seconds),
-        ("lost_share to_best to_own_best", _seconds),
-        ("cause", _one_of(CAUSES)),
+        ("input_seconds exchange_seconds", _seconds),
         ("settings versions machine", _mapping(_text)),
         ("loss", _number),
         ("logs", _mapping(_number)),

@@ -12,7 +12,6 @@ from typing import Any
 
 from tfdp.errors import DataError
 from tfdp.files.checked_json import finite
-from tfdp.plan.stragglers import SlowWorker
 from tfdp.tools.runs import together
 from tfdp.tools.runs.entries import Epoch
 from tfdp.tools.runs.read import Run, Session, WorkerRun
@@ -216,11 +215,6 @@ def epochs_of(run: Run) -> list[Epoch]:
     """The epochs; a repeated one as its last start reported it."""
     found = {e.epoch: e for session in run.sessions for e in session.first.epochs}
     return [found[number] for number in sorted(found)]
-
-
-def named_while_training(run: Run) -> list[SlowWorker]:
-    """What `callbacks.Stragglers` printed, as one worker of each start recorded it."""
-    return [one.found for session in run.sessions for one in session.first.slow]
 
 
 def _workers(run: Run) -> Iterable[WorkerRun]:

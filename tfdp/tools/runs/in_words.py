@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from tfdp.tools.report.text import format_bytes, format_seconds, format_table
-from tfdp.tools.runs.facts import Facts, Straggler, epochs_of, named_while_training
+from tfdp.tools.runs.facts import Facts, Straggler, epochs_of
 from tfdp.tools.runs.together import BETWEEN, COMPUTING, INPUT, SENDING, VALIDATION
 
 # Smaller shares are omitted.
@@ -47,7 +47,7 @@ def figures(facts: Facts) -> list[tuple[str, str]]:
         ("first step", first),
         ("time", went or "not known"),
         ("slowest worker", _slowest(facts)),
-        ("last named slow", "".join(words_while_training(facts)[-1:])),
+        ("last named slow", "".join(said_while_training(facts)[-1:])),
         ("memory", _memory(facts)),
         ("sent in a step", _sent(facts)),
     ]
@@ -107,9 +107,10 @@ def describe_straggler(straggler: Straggler) -> str:
     )
 
 
-def words_while_training(facts: Facts) -> list[str]:
-    """What `callbacks.Stragglers` printed while the run trained."""
-    return [f"step {one.step}: {one}" for one in named_while_training(facts.run)]
+def said_while_training(facts: Facts) -> list[str]:
+    """What `callbacks.Stragglers` printed, as a worker of each start recorded it."""
+    said = [one for session in facts.run.sessions for one in session.first.said]
+    return [f"step {one.step}: {one.text}" for one in said]
 
 
 def _throughput(facts: Facts) -> str:

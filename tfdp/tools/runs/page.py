@@ -96,7 +96,7 @@ def _notes(facts: Facts) -> Iterator[str]:
 
 def _stragglers(facts: Facts) -> Iterator[str]:
     stragglers = facts.stragglers
-    if named := in_words.words_while_training(facts)[-MOST_STRAGGLERS:]:
+    if named := in_words.said_while_training(facts)[-MOST_STRAGGLERS:]:
         yield f"<p>While it trained:</p><ul>{_items(named)}</ul>"
     if stragglers.unknown:
         yield f"<p>{html.escape(stragglers.unknown)}</p>"

@@ -15,15 +15,7 @@ from typing import BinaryIO
 
 from tfdp.errors import DataError
 from tfdp.files.checked_json import open_regular_file
-from tfdp.tools.runs.entries import (
-    End,
-    Entry,
-    Epoch,
-    Slow,
-    Start,
-    Steps,
-    entry_from,
-)
+from tfdp.tools.runs.entries import End, Entry, Epoch, Said, Start, Steps, entry_from
 from tfdp.tools.runs.lines import MOST_LINE_BYTES, content_of
 from tfdp.tools.runs.run_file import name_of_file
 
@@ -40,7 +32,7 @@ class WorkerRun:
     start: Start
     steps: list[Steps] = dataclasses.field(default_factory=list)  # in order
     epochs: list[Epoch] = dataclasses.field(default_factory=list)
-    slow: list[Slow] = dataclasses.field(default_factory=list)  # in order
+    said: list[Said] = dataclasses.field(default_factory=list)  # in order
     end: End | None = None  # None: the process was killed, or still trains
 
     @property
@@ -201,8 +193,8 @@ def _add_entry(entry: Entry, worker: int, found: dict[str, WorkerRun]) -> bool:
         mine.steps.append(entry)
     elif isinstance(entry, Epoch):
         mine.epochs.append(entry)
-    elif isinstance(entry, Slow):
-        mine.slow.append(entry)
+    elif isinstance(entry, Said):
+        mine.said.append(entry)
     else:
         mine.end = entry
     return True
