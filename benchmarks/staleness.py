@@ -109,7 +109,7 @@ def find(asked: dict[str, Any]) -> list[dict[str, Any]] | None:
     arm = asked["arm"]
     sync = None if arm is None else getattr(tfdp.sync, arm[0])(arm[1])
     with strategy.scope():
-        inner = keras.optimizers.SGD(0.05, momentum=0.9)
+        inner = keras.optimizers.SGD(0.02, momentum=0.9)
         layers = [
             keras.layers.Dense(64, activation="relu"),
             keras.layers.Dense(10),

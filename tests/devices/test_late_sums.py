@@ -7,6 +7,7 @@ import tensorflow as tf
 
 import tfdp
 from tests.support.apart import linear_model, parts_of, regression_data, sgd
+from tests.support.conformance_table import OPTIMIZERS
 from tests.support.late_reference import LateReference
 from tests.support.parity import make_strategy
 from tfdp.checkpoint.entries import Rows, entries_of
@@ -109,6 +110,30 @@ def test_updates_are_those_of_a_late_loop_on_one_device(sync, inner, wrap):
     np.testing.assert_allclose(weights_of(model), weights_of(alone), rtol=0, atol=BOUND)
     # Between two updates of an accumulation nothing else is left.
     assert int(model.optimizer.iterations.numpy()) == int(optimizer.iterations.numpy())
+
+
+@pytest.mark.worth_seconds(10)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_can_update_late(name):
+    """Those of the conformance table, with rates that move weights by some per cent."""
+    x, y = regression_data(72)
+    inner = OPTIMIZERS[name]
+    model = compiled(DELAYED(1), inner=inner)
+    alone, plain = normalized_model(), normalized_model()
+    late = LateReference(alone, inner(), lambda n: int(n > 1))
+    at_once = LateReference(plain, inner(), lambda n: n)
+    model.fit(x, y, batch_size=24, shuffle=False, verbose=0)
+    for parts in parts_of(x, y, 24, 4, 4):
+        late.step([parts])
+        at_once.step([parts])
+    late.end_epoch()
+    # Three updates of the size of 0.1 at most, of sums of 24 terms: 3 * 24 * 0.1 * u is
+    # 4e-7, and quotients of optimizers multiply it by less than 50.
+    bound = 2e-5
+    np.testing.assert_allclose(weights_of(model), weights_of(alone), rtol=0, atol=bound)
+    # And the delay matters.
+    apart = np.max(np.abs(weights_of(plain) - weights_of(alone)))
+    assert apart > 10 * bound
 
 
 def everything(model):
