@@ -117,14 +117,14 @@ class ScriptRun:
 
 
 def _print_error(error: BaseException) -> None:
-    """Prints the traceback from where it leaves the commands' own code."""
-    trace = error.__traceback__
+    """Prints the traceback from where it leaves the commands' own code for good."""
+    shown = trace = error.__traceback__
     here = pathlib.Path(__file__).parent
     while trace is not None and trace.tb_next is not None:
-        if pathlib.Path(trace.tb_frame.f_code.co_filename).parent != here:
-            break
+        if pathlib.Path(trace.tb_frame.f_code.co_filename).parent == here:
+            shown = trace.tb_next
         trace = trace.tb_next
-    traceback.print_exception(type(error), error, trace)
+    traceback.print_exception(type(error), error, shown)
 
 
 def parse_target(text: str, arguments: Sequence[str] = ()) -> Target:
