@@ -182,6 +182,22 @@ def test_a_module_beside_the_script_is_imported_anew(load, tmp_path):
     assert os.getcwd() == here and len(found.data[0]) == 10
 
 
+def test_a_stopped_script_overwrites_no_model(load, tmp_path):
+    (tmp_path / "model.keras").write_text("trained", "utf-8")
+    load(
+        f"""
+        model = new_model()
+        model.save_weights({str(tmp_path / "start.weights.h5")!r})
+        try:
+            model.fit(x, y)
+        finally:
+            model.save({str(tmp_path / "model.keras")!r}, overwrite=True)
+        """
+    )
+    assert (tmp_path / "start.weights.h5").exists()
+    assert (tmp_path / "model.keras").read_text("utf-8") == "trained"
+
+
 def test_the_arguments_are_those_after_two_dashes(load):
     source = "import sys\nnew_model().fit(x, y, int(sys.argv[1]))"
     assert load(source, arguments=["6"]).options == {"batch_size": 6}

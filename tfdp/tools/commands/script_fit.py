@@ -101,7 +101,9 @@ class Script:
 
     def _run(self) -> FirstFit:
         self._found = self._refusal = None
-        replaced = running_a_script(self._stand_in, self._stop, self._refuse)
+        replaced = running_a_script(
+            self._stand_in, self._stop, self._refuse, self._keep_files
+        )
         with replaced, self._as_main_program() as execute:
             # A new process has no names and policies of an earlier model.
             keras.utils.clear_session(free_memory=False)
@@ -170,6 +172,11 @@ class Script:
         except Exception as error:  # the script could catch it
             self._refusal = error
         raise Stopped
+
+    def _keep_files(self) -> None:
+        """A `finally` of the script could replace a trained model by this one."""
+        if self._found is not None or self._refusal is not None:
+            raise Stopped
 
     def _first(self, given: dict[str, Any]) -> FirstFit:
         from tfdp.tools.testing.batches import collect_batches, row_count
