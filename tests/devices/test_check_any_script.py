@@ -1,5 +1,6 @@
 """Scripts that nobody wrote for `tfdp check`: what their first `fit` gives, or not."""
 
+import os
 import sys
 import textwrap
 
@@ -129,6 +130,7 @@ def test_a_model_is_built_in_the_scope_that_is_open(kind, load):
         {MADE[kind]}
         if {kind != "none"}:
             assert strategy.num_replicas_in_sync == 3
+            assert isinstance(strategy, tf.distribute.Strategy)
             scope = strategy.scope()
         else:
             import contextlib
@@ -164,9 +166,36 @@ def test_a_module_beside_the_script_is_imported_anew(load, tmp_path):
         "model.compile('sgd', 'mse')\n",
         "utf-8",
     )
-    found = load("from parts_beside import model\nmodel.fit(x, y)")
+    source = """
+        import os
+        from parts_beside import model
+        os.chdir("/")
+        try:
+            model.fit(x, y)
+        finally:
+            del x, y
+    """
+    here = os.getcwd()
+    found = load(source)
     assert found.build() is not found.build()
-    assert "parts_beside" not in sys.modules
+    assert "parts_beside" not in sys.modules and "tfdp" in sys.modules
+    assert os.getcwd() == here and len(found.data[0]) == 10
+
+
+def test_a_stopped_script_overwrites_no_model(load, tmp_path):
+    (tmp_path / "model.keras").write_text("trained", "utf-8")
+    load(
+        f"""
+        model = new_model()
+        model.save_weights({str(tmp_path / "start.weights.h5")!r})
+        try:
+            model.fit(x, y)
+        finally:
+            model.save({str(tmp_path / "model.keras")!r}, overwrite=True)
+        """
+    )
+    assert (tmp_path / "start.weights.h5").exists()
+    assert (tmp_path / "model.keras").read_text("utf-8") == "trained"
 
 
 def test_the_arguments_are_those_after_two_dashes(load):

@@ -105,3 +105,16 @@ def test_a_script_that_hides_its_fit(tmp_path):
     # What the script prints does not mix with the report, and is printed once.
     assert "begins" not in done.stdout and done.stderr.count("begins") == 1
     assert "hidden" not in done.stderr
+
+
+@pytest.mark.worth_seconds(30)
+@pytest.mark.parametrize("command", ["check", "plan", "tune"])
+def test_an_example_with_a_loop_of_its_own_is_refused(command, tmp_path):
+    pytest.importorskip("sklearn")
+    replicas = [] if command == "plan" else ["--replicas", 2]
+    example = REPOSITORY / "examples" / "custom_loop.py"
+    done = run(command, example, *replicas)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr, done.stderr
+    [line] = [x for x in done.stderr.splitlines() if x.startswith(f"tfdp {command}:")]
+    assert "strategy.run is called" in line and "Define build_model()" in line

@@ -10,6 +10,7 @@ from tfdp.errors import ConfigurationError
 from tfdp.tools.commands import cli
 from tfdp.tools.commands.check_target import (
     Target,
+    errors_of_target,
     is_run,
     load_build,
     load_target,
@@ -198,3 +199,13 @@ def test_help_loads_no_tensorflow():
     )
     assert "TARGET" in done.stdout
     assert done.stdout.endswith("0 []\n"), done.stdout + done.stderr
+
+
+def test_a_traceback_begins_in_the_script(folder, capsys):
+    (folder / "bad.py").write_text("def broken():\n    1 / 0\n", "utf-8")
+    with pytest.raises(ConfigurationError, match="^it failed$"):
+        with errors_of_target("it failed"):
+            load_target(parse_target("bad.py:broken"))
+    said = capsys.readouterr().err
+    assert "bad.py" in said and "ZeroDivisionError" in said
+    assert "check_target.py" not in said

@@ -31,6 +31,7 @@ DEVICE_METHODS = (
     "set_visible_devices",
     "set_memory_growth",
 )
+SAVE_METHODS = ("save", "save_weights")
 DEVICE_PROPERTIES = ("intra_op_parallelism_threads", "inter_op_parallelism_threads")
 # What a strategy of the running script is replaced by; at most one.
 _stand_ins: list[Any] = []
@@ -38,7 +39,10 @@ _stand_ins: list[Any] = []
 
 @contextlib.contextmanager
 def running_a_script(
-    strategy: Any, fit: Callable[[dict[str, Any]], None], apply: Callable[[], None]
+    strategy: Any,
+    fit: Callable[[dict[str, Any]], None],
+    apply: Callable[[], None],
+    before_save: Callable[[], None],
 ) -> Iterator[None]:
     """Within this, a script's strategies, its `fit` and its device settings are others.
 
@@ -46,6 +50,7 @@ def running_a_script(
       strategy: the result of each construction of a strategy.
       fit: called instead of `fit` of any model, with the arguments by name.
       apply: called instead of `apply` of any optimizer.
+      before_save: called before a model, or its weights, are saved.
     """
     replace_for_good(STRATEGY, "__new__", _strategy_or_stand_in)
     tf.distribute.get_strategy()  # TensorFlow makes its default before the script
@@ -57,9 +62,17 @@ def running_a_script(
     def new_apply(original: Callable[..., Any]) -> Callable[..., None]:
         return lambda *args, **kwargs: apply()
 
+    def new_save(original: Callable[..., Any]) -> Callable[..., Any]:
+        def save(*args: Any, **kwargs: Any) -> Any:
+            before_save()
+            return original(*args, **kwargs)
+
+        return save
+
     hooks: list[tuple[str, str, Callable[[Any], Any]]] = [
         (MODEL, "fit", new_fit),
         (OPTIMIZER, "apply", new_apply),
+        *((MODEL, name, new_save) for name in SAVE_METHODS),
         # Keras' clear_session would drop the scope around the script.
         (TENSORFLOW_GRAPHS, "reset_default_graph", _nothing),
         *((TENSORFLOW_CONTEXT, name, _nothing) for name in DEVICE_METHODS),

@@ -393,6 +393,13 @@ SEAMS: tuple[Seam, ...] = (
         "validation_freq=1)",
     ),
     *_seams(
+        MODEL,
+        "context",
+        "what the stopped script does at its end overwrites no trained model",
+        save=None,
+        save_weights=None,
+    ),
+    *_seams(
         TENSORFLOW_CONTEXT,
         "context",
         "the devices are those of the command, made before the script runs",

@@ -77,7 +77,8 @@ def _check(target: check_target.Target, options: argparse.Namespace) -> Any:
 
     steps = options.steps or DEFAULT_STEPS
     script_run = check_target.ScriptRun(ours, options.replicas, steps)
-    found = check_target.load_target(target, script_run)
+    with check_target.errors_of_target(f"{options.target} could not be loaded"):
+        found = check_target.load_target(target, script_run)
     keywords = dict(found.options)
     for name in ("steps", "batch_size", "seed"):
         if (value := getattr(options, name)) is not None:

@@ -96,7 +96,7 @@ def errors_of_target(failure: str) -> Iterator[None]:
     except TfdpError:
         raise
     except (Exception, SystemExit) as error:
-        traceback.print_exc()
+        _print_error(error)
         is_exit = isinstance(error, SystemExit)
         raise ConfigurationError(ENDED_ITSELF if is_exit else failure) from None
 
@@ -114,6 +114,17 @@ class ScriptRun:
     make_strategy: Callable[[], Any]
     replicas: int
     batches: int = 1
+
+
+def _print_error(error: BaseException) -> None:
+    """Prints the traceback from where it leaves the commands' own code for good."""
+    shown = trace = error.__traceback__
+    here = pathlib.Path(__file__).parent
+    while trace is not None and trace.tb_next is not None:
+        if pathlib.Path(trace.tb_frame.f_code.co_filename).parent == here:
+            shown = trace.tb_next
+        trace = trace.tb_next
+    traceback.print_exception(type(error), error, shown)
 
 
 def parse_target(text: str, arguments: Sequence[str] = ()) -> Target:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import os
 import pathlib
 import sys
 import types
@@ -100,7 +101,9 @@ class Script:
 
     def _run(self) -> FirstFit:
         self._found = self._refusal = None
-        replaced = running_a_script(self._stand_in, self._stop, self._refuse)
+        replaced = running_a_script(
+            self._stand_in, self._stop, self._refuse, self._keep_files
+        )
         with replaced, self._as_main_program() as execute:
             # A new process has no names and policies of an earlier model.
             keras.utils.clear_session(free_memory=False)
@@ -138,7 +141,8 @@ class Script:
         module = types.ModuleType("__main__")
         module.__file__ = str(path)
         code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
-        before, main, words = set(sys.modules), sys.modules["__main__"], sys.argv
+        main, words, folder = sys.modules["__main__"], sys.argv, os.getcwd()
+        packages = {name.partition(".")[0] for name in sys.modules}
         out = sys.stderr if self._is_first else io.StringIO()
         if str(path.parent) not in sys.path:
             sys.path.insert(0, str(path.parent))
@@ -155,9 +159,11 @@ class Script:
                 yield lambda: exec(code, vars(module))
         finally:
             sys.argv, sys.modules["__main__"] = words, main
+            os.chdir(folder)
             # Modules beside the script may make parts of the model when imported.
-            for name in set(sys.modules) - before:
-                if _is_beside(sys.modules[name], path.parent):
+            for name, imported in list(sys.modules.items()):
+                is_new = name.partition(".")[0] not in packages
+                if is_new and _is_beside(imported, path.parent):
                     del sys.modules[name]
 
     def _stop(self, given: dict[str, Any]) -> None:
@@ -166,6 +172,11 @@ class Script:
         except Exception as error:  # the script could catch it
             self._refusal = error
         raise Stopped
+
+    def _keep_files(self) -> None:
+        """A `finally` of the script could replace a trained model by this one."""
+        if self._found is not None or self._refusal is not None:
+            raise Stopped
 
     def _first(self, given: dict[str, Any]) -> FirstFit:
         from tfdp.tools.testing.batches import collect_batches, row_count
@@ -198,6 +209,10 @@ class StandIn:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._strategy, name)
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # a script may test it with isinstance
+        return type(self._strategy)
+
     def __repr__(self) -> str:
         return repr(self._strategy)
 
@@ -219,4 +234,5 @@ class StandIn:
 def _is_beside(module: types.ModuleType, folder: pathlib.Path) -> bool:
     """Whether a module belongs to the script: in its folder, and not installed."""
     path = pathlib.Path(getattr(module, "__file__", None) or "/")
-    return folder in path.parents and "site-packages" not in path.parts
+    is_source = path.suffix == ".py" and "site-packages" not in path.parts
+    return is_source and folder in path.parents

@@ -156,7 +156,7 @@ def _batch_of_script(options: argparse.Namespace, replicas: int) -> int:
             return batch_of_script(options.target, options.arguments, replicas)
         except TrialFailed as error:
             raise ConfigurationError(
-                f"{options.target} gave no batch size, so give --batch: {error}"
+                f"{options.target} failed before its first fit: {error}"
             ) from None
 
 

@@ -61,20 +61,31 @@ def what_fits(
 
 
 def batch_of_script(target: str, arguments: Sequence[str], replicas: int) -> int:
-    """The batch size of the first `fit` of a script; raises TrialFailed."""
+    """The batch size of the first `fit` of a script.
+
+    Raises:
+      ConfigurationError: the script has no such fit.
+      TrialFailed: it raised an error.
+    """
     request = {"target": target, "arguments": list(arguments), "replicas": replicas}
     found = result_of(MODULE, request, TIMEOUT_SECONDS, CUDA_VISIBLE_DEVICES="")
+    if isinstance(found, str):
+        raise ConfigurationError(found)
     return int(found)
 
 
-def _batch_of(target: str, arguments: list[str], replicas: int) -> int:
+def _batch_of(target: str, arguments: list[str], replicas: int) -> int | str:
+    """The batch size, or why there is none."""
     from tfdp.strategies.quiet import import_tensorflow_quietly
 
     import_tensorflow_quietly()
     from tfdp.tools.planning.traced_step import batch_of
 
     parsed = parse_model(target, arguments, None)
-    build, batch = load_model(parsed, None, replicas)
+    try:
+        build, batch = load_model(parsed, None, replicas)
+    except ConfigurationError as error:
+        return str(error)
     return int(batch_of(batch, build).rows)
 
 
