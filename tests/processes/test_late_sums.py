@@ -27,8 +27,13 @@ BOUND = 4e-5
 
 
 @pytest.mark.worth_seconds(90)
-def test_hosts_make_the_same_late_updates(tmp_path):
-    with Workers(2, "tests.support.late_training", tmp_path) as workers:
+@pytest.mark.parametrize(
+    "devices", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["2x1", "2x2"]
+)
+def test_hosts_make_the_same_late_updates(tmp_path, devices):
+    variables = {"TFDP_DEVICES_PER_WORKER": str(devices)}
+    module = "tests.support.late_training"
+    with Workers(2, module, tmp_path, variables=variables) as workers:
         workers.succeed()
 
     def both(name):

@@ -81,7 +81,8 @@ class NaNGuard(keras.callbacks.Callback):
     Raises:
       ConfigurationError: an argument is not as above; when training starts: under a
         strategy that is not tfdp's or of a TPU, with `run_eagerly=True`, or another
-        `NaNGuard`; with `sync=` and "rollback" or accumulate_steps above 1.
+        `NaNGuard`; with `sync=` and "rollback" or accumulate_steps above 1; with
+        late updates (`tfdp.sync.Delayed`, `BoundedStaleness`), in the first step.
       NotFiniteError: while training, on all hosts; `findings` holds the report.
 
     Cost: per step a pass over the gradients and one all-reduce of a number; the
