@@ -40,7 +40,7 @@ CASES = {
     + [(2, "link"), (1, "compute"), (0, "input")],
 }
 INPUT_SECONDS = 0.15
-RUNS_SECONDS, STOPS_SECONDS = 0.003, 0.012
+RUNS_SECONDS, STOPS_SECONDS = 0.004, 0.036
 LINK_BYTES_PER_SECOND = 2_000_000
 SO_MAX_PACING_RATE, NO_LIMIT = 47, 2**31 - 1
 WIDTH, BATCH = 256, 1536
@@ -149,36 +149,50 @@ def _model(strategy: Any, width: int) -> Any:
 
 def _case(strategy: Any, worker: int, cause: str) -> dict[str, Any]:
     """Trains with a slow worker, and what the callback said."""
+    import keras
     import numpy as np
     import tensorflow as tf
 
     import tfdp
 
-    is_slow = strategy.cluster.rank == worker
-    pause = INPUT_SECONDS if is_slow and cause == "input" else 0.0
+    pause_seconds = [0.0]
 
     def wait(batch: Any) -> Any:
-        time.sleep(pause)
+        time.sleep(pause_seconds[0])
         return batch
 
     def waits(batch: Any) -> tuple[Any, Any]:
-        batch = tf.ensure_shape(
-            tf.numpy_function(wait, [batch], tf.float32), [None, WIDTH]
-        )
+        batch = tf.numpy_function(wait, [batch], tf.float32)
+        batch = tf.ensure_shape(batch, [None, WIDTH])
         return batch, batch[:, :1]
 
+    class Injects(keras.callbacks.Callback):
+        """Makes this worker slow from the second step on."""
+
+        stack = contextlib.ExitStack()
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch or strategy.cluster.rank != worker:
+                return
+            if cause == "input":
+                pause_seconds[0] = INPUT_SECONDS
+            elif cause == "compute":
+                self.stack.enter_context(_stopped_often())
+            else:
+                self.stack.enter_context(_narrow_link(strategy.link))
+
+        def on_train_end(self, logs: Any = None) -> None:
+            pause_seconds[0] = 0.0
+            self.stack.close()
+
     rows = np.random.default_rng(0).normal(size=(BATCH, WIDTH)).astype("float32")
-    # It ends with the training: a call of Python that goes on would hang at exit.
-    data = tf.data.Dataset.from_tensors(rows).repeat(STEPS).map(waits)
+    # It ends: a call of Python that goes on would hang at exit.
+    data = tf.data.Dataset.from_tensor_slices(rows).repeat(2 * STEPS)
+    data = data.batch(BATCH).map(waits)
     stragglers = tfdp.callbacks.Stragglers()
-    with contextlib.ExitStack() as stack:
-        if is_slow and cause == "compute":
-            stack.enter_context(_stopped_often())
-        if is_slow and cause == "link":
-            stack.enter_context(_narrow_link(strategy.link))
-        _model(strategy, WIDTH).fit(
-            data, steps_per_epoch=STEPS, verbose=0, callbacks=[stragglers]
-        )
+    _model(strategy, WIDTH).fit(
+        data, steps_per_epoch=STEPS, verbose=0, callbacks=[stragglers, Injects()]
+    )
     last = stragglers.found[-1] if stragglers.found else None
     return {
         "worker": worker,

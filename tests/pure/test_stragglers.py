@@ -59,6 +59,17 @@ def test_the_slow_worker_its_cause_and_its_cost_are_found(workers):
             assert f"worker {slow} is slow, mostly " in str(found)
 
 
+def test_a_busy_processor_that_delays_input_more_is_the_cause():
+    tables = made(3, 1, "input", more=0.06)
+    for table in tables:
+        table[1][STEP] += 0.03
+        for row in (table[0], table[2]):
+            row[STEP] += 0.03
+            row[WAITING] += 0.03
+    found = Scores(3).slowest(9, tables)
+    assert (found.worker, found.cause) == (1, "compute")
+
+
 def test_equal_workers_and_chance_are_no_stragglers():
     for seed in range(50):
         assert Scores(4).slowest(9, made(4, None, None, 0.0, seed=seed)) is None

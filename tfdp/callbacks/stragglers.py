@@ -36,7 +36,8 @@ class Stragglers(keras.callbacks.Callback):
     three of its standard errors (from the median absolute deviation). The cause is the
     part by which it exceeds the others most: "input"; "compute", which is gradients,
     update and callbacks, and input with `steps_per_execution` above 1; or "link", over
-    which it sends. Rare pauses change no median.
+    which it sends. It is "compute" from a third of the largest on: a busy processor
+    delays input and sends, too. Rare pauses change no median.
 
     Worker 0 prints a line for each new slow worker or cause, which `tfdp report` shows
     with `RunRecord`. Logs of epochs (and TensorBoard) get, the same on all workers,

@@ -36,6 +36,8 @@ LEAST_SHARE = 0.1
 MAD_TO_DEVIATION = 1.4826
 # A delay below so many standard errors may be chance.
 LEAST_ERRORS = 3.0
+# The part of the largest delay from which on slow computation is behind that, too.
+LEAST_PART = 1 / 3
 
 Table: TypeAlias = Sequence[Sequence[float]]  # by worker and column
 
@@ -103,10 +105,14 @@ class Scores:
             )
             for place, cause in enumerate(CAUSES)
         }
+        cause = max(more, key=lambda cause: more[cause])
+        # A busy processor delays input and sends, too, and they do not delay it.
+        if more["compute"] > LEAST_PART * more[cause]:
+            cause = "compute"
         return SlowWorker(
             step,
             worker,
-            max(more, key=lambda cause: more[cause]),
+            cause,
             lost[worker],
             lost[worker] / seconds,
             usual[worker] / max(min(usual), 1e-9),
