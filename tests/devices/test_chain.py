@@ -40,9 +40,12 @@ from tfdp.chain.step_times import (
 from tfdp.chain.table_rows import Rows
 from tfdp.compression.method import Exchanged, Method
 from tfdp.exchange.compressed import CompressedSums
+from tfdp.exchange.elastic_pipeline import ElasticPipeline
 from tfdp.exchange.peers import PeerGroup
+from tfdp.hosts.elastic_group import LEFT_OUT, MET
 from tfdp.hosts.host_link import Exchange, TransferSeconds
 from tfdp.sharding.variables import ShardedVariable, ShardUpdatedVariable
+from tfdp.step.backup_rounds import BackupRounds
 from tfdp.tracing.rows import Batch
 from tfdp.tracing.rows import Rows as TraceRows
 from tfdp.tracing.run import Step
@@ -492,3 +495,55 @@ def test_step_times_split_a_step_into_what_a_worker_did():
     np.testing.assert_array_equal(table(6.0, 7.0, waited=0.25, rows=4), found)
     later = table(9.0, 9.5, waited=9.9, rows=1)
     assert later[0, INPUT] == 0.75 and later[0, ROWS] == 8
+
+
+class StandInPipeline(ElasticPipeline):
+    """One replica of three hosts; `rounds` are what the others have decided."""
+
+    def __init__(self, rounds, outcome):
+        self.rounds, self.outcome, self.brought = rounds, outcome, []
+        self.hosts = types.SimpleNamespace(workers=3)
+        self.communication = types.SimpleNamespace(min_hosts=1, repeated_rows="auto")
+        self.transport = types.SimpleNamespace(replicas=1, is_compiled=False)
+
+    def begin_quorum(self, rules, values):
+        self.rules = rules
+
+    def exchange_state(self, values):
+        return list(values)
+
+    def meet_quorum(self, update, weight, values, rank):
+        self.brought.append((int(update), float(weight), [v.numpy() for v in values]))
+        return [tf.constant(r) for r in self.rounds], tf.constant([self.outcome, 0])
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 0], ids=["in time", "late", "left out"])
+def test_a_host_applies_the_means_of_all_rounds_that_it_missed(rounds):
+    stacked = [np.arange(4.0 * rounds, dtype=np.float32).reshape(rounds, 2, 2)]
+    stacked += [np.arange(2.0 * rounds, dtype=np.float32).reshape(rounds, 2)]
+    pipeline = StandInPipeline(stacked, MET if rounds else LEFT_OUT)
+    strategy = types.SimpleNamespace(
+        extended=types.SimpleNamespace(reducer=pipeline, worker_devices=["CPU:0"])
+    )
+    count, optimizer, run = FakeBuffer(6.0), keras.optimizers.SGD(), run_of([3])
+    sync = tfdp.sync.BackupWorkers(spare=1)
+    stage = BackupRounds(sync, strategy, optimizer, [], count)
+    stage.keep_layer_state([])
+    stage.before_step(run)
+    variables = [tf.Variable(gradient) for gradient in GRADIENTS[0]]
+    own = stage.reduced(GRADIENTS[0], variables, tf.constant(3.0), run, 0)
+    ((update, weight, brought),) = pipeline.brought
+    assert (update, weight, pipeline.rules.quorum) == (7, 3.0, 2)
+    for sent, gradient in zip(brought, GRADIENTS[0], strict=True):
+        np.testing.assert_array_equal(sent, gradient)
+    reduction = Reduction(own, variables, run, 0, optimizer)
+    applied = []
+
+    def update_once():
+        applied.append([gradient.numpy() for gradient in reduction.gradients])
+
+    update_through(reduction, update_once, [stage])
+    assert len(applied) == rounds and count.read() == [6.0 + rounds]
+    for number, gradients in enumerate(applied):
+        for gradient, means in zip(gradients, stacked, strict=True):
+            np.testing.assert_array_equal(gradient, means[number])

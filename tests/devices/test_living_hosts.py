@@ -9,6 +9,7 @@ import tfdp
 from tests.support.apart import linear_model
 from tests.support.stand_in_living import StandInLivingHosts
 from tfdp.errors import ConfigurationError
+from tfdp.step.elastic_rounds import ElasticRounds
 from tfdp.strategies import multi_host
 
 
@@ -55,6 +56,15 @@ def test_a_sync_that_owes_something_to_hosts_is_refused(strategy, sync, words):
             strategy,
             lambda: tfdp.DistributedOptimizer(keras.optimizers.SGD(), sync=sync),
         )
+
+
+def test_a_quorum_of_all_hosts_is_the_training_without_one(strategy):
+    with strategy.scope():
+        for quorum, kind in ((None, ElasticRounds), (2, ElasticRounds)):
+            sync = tfdp.sync.DiLoCo(quorum=quorum)
+            optimizer = tfdp.DistributedOptimizer(keras.optimizers.SGD(), sync=sync)
+            optimizer.build(linear_model().trainable_variables)
+            assert type(optimizer.rounds._elastic) is kind
 
 
 def test_a_quorum_needs_hosts_that_may_come_back():

@@ -19,6 +19,7 @@ from tests.support.apart import (
     regression_data,
     vector_of,
 )
+from tests.support.fresh_python import run_python
 from tests.support.living_group import LivingGroup
 from tests.support.living_reference import (
     BOUND,
@@ -112,11 +113,21 @@ def check(folder, who, outputs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["die=0@10", "stop=0@10", "die=2@10"])
-def test_bits_are_equal_whoever_leads(tmp_path, fault):
+@pytest.mark.parametrize(
+    ("fault", "sync"),
+    [
+        ("die=0@10", "diloco"),
+        ("stop=0@10", "diloco"),
+        ("die=2@10", "diloco"),
+        ("die=0@10", "backup"),
+        ("die=2@10", "backup"),
+    ],
+)
+def test_bits_are_equal_whoever_leads(tmp_path, fault, sync):
     """A host is killed and started again, or stopped for longer than it may be silent:
     after each round the hosts that have it have the same bits."""
-    plans = (fault, "quorum=2", "grace=1", "silence=2", "step_seconds=0.3")
+    plans = (fault, f"sync={sync}", "quorum=2", "grace=1", "silence=2")
+    plans = (*plans, "step_seconds=0.3")
     module = "tests.support.living_training"
     with LivingGroup(
         3, module, tmp_path, 40, *plans, comes_back=True, sleep_seconds=8.0
@@ -202,3 +213,29 @@ def test_backup_workers_drop_late_gradients_and_all_make_the_same_updates(
         # float32 beside float64, one step: as BOUND, of which a round is four steps.
         assert error < BOUND, (update, error, outputs)
         weights = got
+
+
+WITHOUT_A_QUORUM = """
+import sys
+
+import keras
+import numpy as np
+
+import tfdp
+
+strategy = tfdp.DataParallelStrategy(["CPU:0"])
+with strategy.scope():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    sync = tfdp.sync.DiLoCo(every=2, across="replicas")
+    optimizer = tfdp.DistributedOptimizer(keras.optimizers.SGD(), sync=sync)
+    model.compile(optimizer, "mse", jit_compile=False)
+model.fit(np.ones((8, 4)), np.ones((8, 1)), batch_size=4, verbose=0)
+found = [name for name in sys.modules if name.startswith("tfdp.")]
+print([name for name in found if "quorum" in name or "backup_rounds" in name])
+"""
+
+
+def test_a_training_without_a_quorum_imports_nothing_of_it():
+    done = run_python("-c", WITHOUT_A_QUORUM)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"

@@ -204,3 +204,37 @@ def test_equal_weights_give_the_bits_of_the_plain_mean():
     wanted = 0.25 * brought[0][0] + 0.75 * brought[2][0]
     np.testing.assert_array_equal(mean, wanted)  # 1/4 and 3/4 are exact
     assert mean.dtype == np.float32
+
+
+GOOD = {"rounds": [[0, 10]], "part": 0.5, "epoch": 2, "done": 10}
+GOOD |= {"members": [0, 1], "addresses": {}, "place": [0, 0]}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rounds": None},
+        {"rounds": []},
+        {"rounds": [[0, 10]] * 3},  # more than a host keeps
+        {"rounds": [[0]]},
+        {"rounds": [[0, -10]]},
+        {"rounds": [["0", 10]]},
+        {"part": float("nan")},
+        {"part": 1.5},
+        {"part": None},
+        {"epoch": -1},
+        {"members": [1, 0]},
+        {"members": [9]},
+        {"addresses": {"0": ["h"]}},
+    ],
+)
+def test_rounds_that_no_host_sends_are_a_value_error(change):
+    class Wire:
+        def receive_line(self):
+            return {**GOOD, **change}
+
+        def fill(self, arrays):
+            arrays[0][:] = 1.0
+
+    with group(2) as (hosts, _), pytest.raises(ValueError):
+        hosts[1].hosts._quorum._read_rounds(Wire())

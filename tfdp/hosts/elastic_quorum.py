@@ -159,7 +159,10 @@ class QuorumRounds:
         try:
             wire.send_line({"update": update, "weight": weight})
             wire.send(*arrays)
-            return self._read_rounds(wire)
+            rounds, part = self._read_rounds(wire)
+            if not rounds[0].before < update <= rounds[0].update:
+                raise ValueError("not the round that this host came to")
+            return rounds, part
         except BaseException:
             self.disconnect()
             raise
@@ -178,7 +181,8 @@ class QuorumRounds:
         if "lost" in message:
             raise WorkerLostError(checked_text(message["lost"], MOST_REASON_CHARACTERS))
         numbers, part = message.get("rounds"), message.get("part")
-        if not isinstance(numbers, list) or len(numbers) > self._rules.kept_rounds:
+        most = self._rules.kept_rounds
+        if not isinstance(numbers, list) or not 0 < len(numbers) <= most:
             raise ValueError("not a list of rounds")
         if not is_number(part) or not 0.0 <= part <= 1.0:
             raise ValueError("not a part of a round")

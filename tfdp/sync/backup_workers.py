@@ -51,8 +51,10 @@ class BackupWorkers(Policy):
     Source: Chen, Pan, Monga, Bengio, Jozefowicz 2016, "Revisiting distributed
     synchronous SGD", Algorithms 3 and 4 (96 workers and 4 spare ones).
 
-    Differs from the paper: there are no parameter servers, so late hosts make the
-    updates that they missed. The mean is over rows, not over workers.
+    Differs from the paper: a late host skips a batch of its own for each further step
+    that it missed, and these rows, as those of dropped gradients, do not return in the
+    epoch. There are no parameter servers, so late hosts make the updates that they
+    missed. The mean is over rows, not over workers.
     """
 
     spare: int = 1
