@@ -209,7 +209,8 @@ def test_the_arguments_are_those_after_two_dashes(load):
 
 REFUSED = {
     "no fit": ("new_model()", "ended without calling fit"),
-    "an exit": ("raise SystemExit(0)", "ended itself with exit code 0.*after --"),
+    "an exit": ("raise SystemExit(0)", "its first fit, with exit code 0. .*after --"),
+    "a last word": ("raise SystemExit('no file')", "its first fit: no file. "),
     "batch by batch": ("new_model().train_on_batch(x, y)", "optimizer is applied"),
     "a tape": (
         """

@@ -127,9 +127,12 @@ class Script:
     def _raise(self, error: BaseException) -> None:
         if not isinstance(error, SystemExit):
             raise error
-        code = "" if error.code is None else f" with exit code {error.code!r}"
+        code = error.code
+        how = "" if code is None else f": {str(code).rstrip('.')}"
+        if isinstance(code, int):
+            how = f", with exit code {code}"
         raise ConfigurationError(
-            f"{self._path} ended itself{code} before its first fit. What it needs as "
+            f"{self._path} ended itself before its first fit{how}. What it needs as "
             f"arguments goes after --, as in `-- {' '.join(self._arguments) or 'DATA'}`"
             f". {INSTEAD}"
         ) from None
