@@ -379,6 +379,31 @@ def test_with_everything_at_once_it_is_stage_0(stage, offload):
         assert all("CPU:0" in shard.device for shard in momentum.values)
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_optimizer_that_is_compiled_last_decides_who_owns(stage):
+    x, y = classification_data()
+    options = {"batch_size": ROWS, "shuffle": False, "verbose": 0}
+
+    def fit(stage):
+        strategy, made = make_strategy(2, stage), []
+        with strategy.scope():
+            model = dense_model()
+        for make in (keras.optimizers.Adam, muon, keras.optimizers.Adam):
+            with strategy.scope():
+                made.append(make())
+                loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+                model.compile(made[-1], loss, jit_compile=False)
+            model.fit(x, y, **options)
+        return model, made
+
+    (model, made), (expected, _) = fit(stage), fit(0)
+    assert largest_difference(model, expected) == 0.0
+    assert {v.value.owner for v in model.weights} == {None}
+    model.compile(made[1], model.loss, jit_compile=False)
+    with pytest.raises(ConfigurationError, match="was built last"):
+        model.fit(x, y, **options)
+
+
 def test_files_pass_between_stages_replicas_and_plain_keras(tmp_path):
     """Saved at stage 3 on 4 replicas, resumed at stage 1 on 3, then by plain Keras."""
     model, _ = train(make_strategy(4, 3), optimizer=muon)

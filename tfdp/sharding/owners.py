@@ -65,8 +65,8 @@ def whole_updates(optimizer: Optimizer) -> WholeUpdates | None:
 
 
 def place_when_built(optimizer: Optimizer) -> None:
-    """Makes `build` of `optimizer` choose owners, where it needs whole matrices."""
-    if whole_updates(optimizer) is not None and not is_replaced(optimizer, "build"):
+    """Makes `build` of `optimizer` decide which of its weights have owners."""
+    if not is_replaced(optimizer, "build"):
         replace(optimizer, "build", functools.partial(_build, optimizer))
 
 
@@ -74,7 +74,16 @@ def _build(optimizer: Any, variables: Sequence[Any]) -> None:
     shards = getattr(hooks.strategy_of(optimizer).extended, "shards", None)
     rule = whole_updates(optimizer)
     build = type(optimizer).build.__get__(optimizer)
-    if optimizer.built or shards is None or rule is None:
+    if optimizer.built or shards is None:
+        build(variables)
+        return
+    owned = owned_by(optimizer, variables)
+    # Another optimizer may have had them: the last one that is built decides.
+    ids = set(map(id, owned))
+    for variable in filter(shard_kind, variables):
+        if id(variable) not in ids:
+            variable.value.owner = None
+    if rule is None:
         build(variables)
         return
     if shards.reducer.transport.is_compiled:
@@ -83,7 +92,6 @@ def _build(optimizer: Any, variables: Sequence[Any]) -> None:
             "it updates whole matrices, each on one replica, and there one program "
             "serves all replicas. Use shard='none'."
         )
-    owned = owned_by(optimizer, variables)
     new = [variable for variable in owned if variable.value.owner is None]
     costs = [rule.cost(tuple(variable.shape)) for variable in new]
     for variable, owner in zip(new, assign_owners(costs, shards.loads), strict=True):
@@ -124,12 +132,14 @@ def _place_state(
 
 
 def check_owners(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Refuses weights that `optimizer` would update without an owner, in shards."""
-    for variable in owned_by(optimizer, variables):
-        if variable.value.owner is None:
+    """Refuses weights that `optimizer` needs whole and that have no owner, or that have
+    one for another optimizer."""
+    owned = set(map(id, owned_by(optimizer, variables)))
+    for variable in filter(shard_kind, variables):
+        if (variable.value.owner is not None) != (id(variable) in owned):
             raise ConfigurationError(
-                f"The optimizer {type(optimizer).__name__} needs the whole of the "
-                f"weight {variable_path(variable)!r}, which has no owner, because the "
-                "optimizer was built before the strategy knew it, or is a copy. Create "
-                "it in `with strategy.scope():`, and build it after that."
+                f"The optimizer {optimizer.name!r} updates the weight "
+                f"{variable_path(variable)!r} in other shards than the optimizer that "
+                "was built last for it. Use one optimizer for a weight, or compile "
+                "with a new one; create it in `with strategy.scope():`."
             )
