@@ -19,6 +19,7 @@ from tests.support.conformance_table import (
     OPTIMIZERS,
     OPTIONS,
     UNSHARDABLE,
+    WITH_OWNERS,
 )
 from tests.support.slow_rows import made
 from tfdp.exchange import sparse
@@ -40,13 +41,18 @@ def is_covering(optimizer, option, layout):
             *COVERING_SHARDS,
             *("2", "4", "2-sum", "2x2-tensorflow", "tpu-2", "tpu-4-optimizer"),
         )
+    if optimizer in WITH_OWNERS:
+        return layout in ("2-optimizer", "3-parameters", "4-parameters")
     if optimizer in ("LAMB", "SGD"):
         return layout in ("2x2", "3-gradients", "tpu-2")
     return layout == "2x2"
 
 
 def is_in_table(optimizer, option, layout):
-    if LAYOUTS[layout].shard != "none" and optimizer in UNSHARDABLE:
+    is_sharded = LAYOUTS[layout].shard != "none"
+    if is_sharded and optimizer in UNSHARDABLE:
+        return False
+    if is_sharded and LAYOUTS[layout].engine == "tpu" and optimizer in WITH_OWNERS:
         return False
     # Collectives over two levels differ from those in process by their transport only.
     return layout != "2x2-tensorflow" or optimizer in WITH_ALL_OPTIONS

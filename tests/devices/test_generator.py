@@ -187,7 +187,7 @@ OWN_STEP = dataclasses.replace(MIXED, train_step="apply_gradients")
 @pytest.mark.parametrize(
     "refused",
     [
-        Program(optimizer=Optimizer("Muon"), layout=Layout(shard=1)),
+        Program(optimizer=Optimizer("Lamb"), layout=Layout(shard=1)),
         MIXED,
         WITH_SUM,
         OWN_STEP,

@@ -49,6 +49,23 @@ def test_what_is_stored_is_what_the_formulas_say(shard):
     assert found["weights"] == pytest.approx(weights, abs=SMALL_BYTES)
 
 
+def test_owners_hold_the_state_of_matrices_and_weights_move_to_them():
+    def with_muon():
+        model = build()
+        model.compile(keras.optimizers.Muon(1e-3), "mse", jit_compile=False)
+        return model
+
+    # Of a kernel one momentum, at its owner; of a bias two slots, everywhere.
+    slots = DEPTH * (KERNEL_BYTES / 4 + 2 * BIAS_BYTES)
+    for shard in ("optimizer", "parameters"):
+        found = plan(with_muon, 64, replicas=4, shard=shard)
+        assert found.parts["slots"] == pytest.approx(slots, abs=SMALL_BYTES)
+        sent = 2 * WEIGHT_BYTES
+        if shard == "parameters":  # a quarter of each, to its owner and back
+            sent += 2 * DEPTH * KERNEL_BYTES / 4
+        assert found.sent_bytes == sent * 3 // 4
+
+
 def test_a_model_that_was_not_compiled_is_refused():
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     with pytest.raises(ConfigurationError, match="not compiled"):

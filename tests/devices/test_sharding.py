@@ -150,6 +150,8 @@ CASES = {
     "run_eagerly": case(run_eagerly=True),
     # a + b + c has an order; the shards' owners add as their roots, in any.
     "three-replicas": case(optimizer=sgd(), replicas=3, reordered=STAGES),
+    # Each weight is updated whole, by its owner, from a sum in the order of stage 0.
+    "adafactor": case(optimizer=lambda: keras.optimizers.Adafactor(0.02), replicas=3),
     # Rows that occur several times are added before the exchange, not after.
     "embedding": case(embedding_model, sgd(), data=words(), reordered=STAGES),
     # A weight that is read twice has two gradients on each replica: (a + a') + (b + b')

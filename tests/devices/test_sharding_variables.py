@@ -211,8 +211,6 @@ def fit_once(strategy, optimizer, **options):
 @pytest.mark.parametrize(
     "name, advice",
     [
-        ("Adafactor", "rows and columns of whole matrices"),
-        ("Muon", "whole matrices"),
         ("Lamb", re.escape("tfdp.optimizers.LAMB(form='keras')")),
     ],
 )

@@ -257,7 +257,7 @@ def test_other_stages_are_refused(stage):
 
 
 def test_what_needs_whole_tensors_is_refused():
-    with pytest.raises(ConfigurationError, match="cannot update shards"):
+    with pytest.raises(ConfigurationError, match="cannot update shards on a TPU"):
         train(
             StandInStrategy(2, **STAGE_1),
             optimizer=lambda: keras.optimizers.Adafactor(0.01),

@@ -7,7 +7,7 @@ the programs that they are documented for: the same error elsewhere is a finding
 """
 
 from tests.generator.layers import ADDS_LOSS
-from tests.generator.optimizers import UNSHARDABLE
+from tests.generator.optimizers import UNSHARDABLE, WITH_OWNERS
 from tests.generator.outputs import LOSSES
 from tests.generator.program import layer_names
 
@@ -81,6 +81,9 @@ REFUSED = {
     ),
     "cannot update shards in eager mode": lambda p: (
         p.layout.shard > 0 and p.eagerly and p.optimizer.name in ("LARS", "LAMB")
+    ),
+    "which cannot be done in eager mode": lambda p: (
+        p.layout.shard > 0 and p.eagerly and p.optimizer.name in WITH_OWNERS
     ),
     "cannot be applied to shards in eager mode": lambda p: (
         p.layout.shard == 3 and p.eagerly and _uses(p, ("dense-unit-norm",))

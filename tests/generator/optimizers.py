@@ -3,9 +3,9 @@
 import keras
 
 import tfdp
-from tests.support.conformance_table import OPTIMIZERS, UNSHARDABLE
+from tests.support.conformance_table import OPTIMIZERS, UNSHARDABLE, WITH_OWNERS
 
-__all__ = ["OPTIMIZERS", "OPTIONS", "UNSHARDABLE", "make_optimizer"]
+__all__ = ["OPTIMIZERS", "OPTIONS", "UNSHARDABLE", "WITH_OWNERS", "make_optimizer"]
 
 # Each with its group: of a group at most one is drawn.
 OPTIONS = {

@@ -15,7 +15,9 @@ SEVERAL = {
     "2x2": (2, 2, "none"),
     "3x1": (3, 1, "none"),
     "2x2-optimizer": (2, 2, "optimizer"),
+    "2x1-gradients": (2, 1, "gradients"),
     "3x1-parameters": (3, 1, "parameters"),
+    "2x2-parameters": (2, 2, "parameters"),
     "2x2-parameters-host-offload": (2, 2, "parameters/host/auto/optimizer"),
     "2x1-optimizer-host-offload": (2, 1, "optimizer/host/tensorflow/optimizer"),
     "2x2-optimizer-host": (2, 2, "optimizer/host"),
@@ -40,18 +42,22 @@ WITH_SHARDS = ("accumulation", "clipping", "distributed-optimizer", "eager", "em
     "synchronized",
     "words",
 )
+WITH_OWNERS = ("muon", "muon-everything", "adafactor")
 NAMES = {
     "2x2": tuple(host_training.SCENARIOS),
     "3x1": WITH_ONE_DEVICE,
-    "2x2-optimizer": ("accumulation", "lamb"),
-    "3x1-parameters": WITH_SHARDS,
-    "2x2-parameters-host-offload": ("clipping", "distributed-optimizer", "ema", "lamb"),
+    "2x2-optimizer": ("accumulation", "lamb", *WITH_OWNERS),
+    "2x1-gradients": WITH_OWNERS,
+    "3x1-parameters": (*WITH_SHARDS, *WITH_OWNERS),
+    "2x2-parameters": WITH_OWNERS,
+    "2x2-parameters-host-offload": ("clipping", "distributed-optimizer", "ema", "lamb")
+    + ("muon",),
     "2x1-optimizer-host-offload": ("accumulation", "lamb"),
     # Each host has all shards, which count once.
     "2x2-optimizer-host": ("clipping", "eager-clipping"),
     "2x2-tensorflow": ("accumulation", "custom-loop", "loss-scaling")
     + ("masked-embedding", "parts", "steps-per-execution", "words"),
-    "2x2-tensorflow-host": ("accumulation", "lamb"),
+    "2x2-tensorflow-host": ("accumulation", "lamb", "muon"),
     "2x2-balanced": ("accumulation", "custom-loop", "eager", "gathered-rows")
     + ("loss-scaling", "masked-embedding", "recurrent", "sgd", "steps-per-execution")
     + ("synchronized", "words"),
@@ -63,7 +69,7 @@ IN_TEST = {
     "2x2": ("accumulation", "custom-loop", "gathered-rows", "loss-scaling")
     + ("masked-embedding", "parts", "sgd", "words"),
     "3x1": ("eager-words",),
-    "3x1-parameters": ("accumulation", "lamb", "words"),
+    "3x1-parameters": ("accumulation", "lamb", "words", "muon-everything"),
     "2x2-tensorflow": ("accumulation", "parts"),
     "2x2-balanced": ("accumulation", "custom-loop", "masked-embedding", "sgd")
     + ("steps-per-execution", "words"),

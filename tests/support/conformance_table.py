@@ -40,6 +40,11 @@ OPTIMIZERS = {
             KERAS.SGD(0.1, **k), {".*kernel": KERAS.Adam(**SMALL_EPSILON, **k)}
         )
     ),
+    "MultiOptimizer-Muon": lambda **k: KERAS.MultiOptimizer(
+        KERAS.OptimizerMap(
+            KERAS.Adam(**SMALL_EPSILON, **k), {".*kernel": KERAS.Muon(0.02, **k)}
+        )
+    ),
     "LARS": lambda **k: tfdp.optimizers.LARS(
         0.2, trust_coefficient=0.2, **{"weight_decay": 0.01, **k}
     ),
@@ -50,7 +55,8 @@ OPTIMIZERS = {
 
 for newer_than_the_oldest_keras in ("Muon", "ScheduleFreeAdamW", "MultiOptimizer"):
     if not hasattr(KERAS, newer_than_the_oldest_keras):
-        del OPTIMIZERS[newer_than_the_oldest_keras]
+        for name in [n for n in OPTIMIZERS if newer_than_the_oldest_keras in n]:
+            del OPTIMIZERS[name]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,8 +172,10 @@ LAYOUTS = {
     "tpu-4-optimizer": Layout(4, "tpu", shard="optimizer"),
 }
 
-# Their updates need whole tensors, so sharding is refused for them.
-UNSHARDABLE = ("Adafactor", "Lamb", "Muon")
+# Its update takes norms of what it gets, so sharding is refused for it.
+UNSHARDABLE = ("Lamb",)
+# Owners update whole matrices, each alone; a TPU has one program for all replicas.
+WITH_OWNERS = ("Adafactor", "Muon", "MultiOptimizer-Muon")
 
 # Rows of each replica in each of the four global batches, by number of replicas. The
 # global batches have as many rows whatever the number of replicas.

@@ -128,6 +128,17 @@ def loss_scaling():
     return {key: value for key, value in numbers.items() if key.startswith("weight")}
 
 
+def in_float64(optimizer):
+    """Newton-Schulz multiplies errors by up to 485 a step: too much for float32."""
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    try:
+        return fitted(optimizer=optimizer)
+    finally:
+        keras.config.set_floatx("float32")
+        keras.config.set_dtype_policy("float32")
+
+
 def made_for_a_loop(rows):
     """A strategy, a model, an optimizer, and `rows` in batches over the replicas."""
     strategy = tf.distribute.get_strategy()
@@ -325,6 +336,20 @@ SCENARIOS = {
         run_eagerly=True,
     ),
     "recurrent": lambda: fitted(recurrent_model, data=sequences(), optimizer=adam()),
+    "muon": lambda: in_float64(lambda: keras.optimizers.Muon(0.01, epsilon=1e-3)),
+    "muon-everything": lambda: in_float64(
+        lambda: keras.optimizers.Muon(
+            0.01,
+            epsilon=1e-3,
+            global_clipnorm=0.1,
+            gradient_accumulation_steps=3,
+            use_ema=True,
+            ema_overwrite_frequency=2,
+        )
+    ),
+    "adafactor": lambda: in_float64(
+        lambda: keras.optimizers.Adafactor(0.01, epsilon_1=1e-6)
+    ),
     "loss-scaling": loss_scaling,
     "custom-loop": custom_loop,
     "gathered-rows": gathered_rows,

@@ -75,6 +75,21 @@ def averages_of(optimizer: keras.optimizers.Optimizer) -> list[Any]:
     return optimizer._model_variables_moving_average
 
 
+# Lists of Keras' base class: of all variables, and of what holds no state of an update.
+_NOT_STATE = ("_variables", "_trainable_variables", "_accumulated_gradients")
+
+
+def states_by_weight(
+    optimizer: keras.optimizers.Optimizer, weights: int
+) -> list[list[Any]]:
+    """The lists of `optimizer` that hold a state variable, or None, for each weight."""
+    return [
+        value
+        for name, value in vars(optimizer).items()
+        if isinstance(value, list) and len(value) == weights and name not in _NOT_STATE
+    ]
+
+
 def is_between_updates(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether `optimizer` holds accumulated gradients."""
     own = getattr(optimizer, "has_accumulated", None)
@@ -83,6 +98,19 @@ def is_between_updates(optimizer: keras.optimizers.Optimizer) -> bool:
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     steps = inner.gradient_accumulation_steps
     return bool(steps) and int(inner._iterations.numpy()) % steps != 0
+
+
+def orthogonalizes(muon: keras.optimizers.Optimizer, variable: Any) -> bool:
+    """Whether Keras' Muon updates `variable` by Newton-Schulz; else by AdamW."""
+    return not muon._should_use_adamw(variable)
+
+
+def decay_by_muon(muon: keras.optimizers.Optimizer, variable: Any) -> float | None:
+    """The weight decay of `variable` by Keras' Muon; None: it does not decay."""
+    if not muon._use_weight_decay(variable):
+        return None
+    by_newton_schulz = orthogonalizes(muon, variable)
+    return muon.weight_decay if by_newton_schulz else muon.adam_weight_decay
 
 
 class DecayHooks(keras.optimizers.Optimizer):

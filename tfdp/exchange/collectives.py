@@ -32,8 +32,12 @@ from tfdp.exchange.ordering import CallNumbers, run_independently
 from tfdp.exchange.packing import (
     Layouts,
     Tensors,
+    among_zeros,
+    is_mostly_padding,
     join_rows,
     pack,
+    row_of,
+    shard_of,
     split_row,
     to_rows,
     unpack,
@@ -178,13 +182,20 @@ class Collectives(Transport):
     def reduce_scatter(
         self, tensors: Tensors, layouts: Layouts, rank: int, label: str
     ) -> list[tf.Tensor]:
+        if is_mostly_padding(layouts):
+            sums = self.all_reduce(tensors, rank, label)
+            with tf.device(self.devices[rank]):
+                return [
+                    shard_of(total, layout, rank)
+                    for total, layout in zip(sums, layouts, strict=True)
+                ]
         self.order.next(rank)
         with tf.device(self.devices[rank]):
             dtype = tensors[0].dtype
             rows = self._to_sum(tf.concat(to_rows(tensors, layouts), axis=1))
             if not self.topology.is_two_level:
                 row = self._reduce_scatter(tf.reshape(rows, [-1]), self._everyone, rank)
-                return split_row(tf.cast(row, dtype), layouts)
+                return split_row(tf.cast(row, dtype), layouts, rank)
             # First each host sums the rows of each local rank on all hosts; then the
             # hosts scatter those.
             hosts, local = self.topology.hosts, self.topology.devices_per_host
@@ -195,14 +206,22 @@ class Collectives(Transport):
             across = self._across[self.topology.local_rank_of(rank)]
             part = self._reduce_scatter(tf.reshape(by_place, [-1]), within, rank)
             row = self._reduce_scatter(part, across, rank)
-            return split_row(tf.cast(row, dtype), layouts)
+            return split_row(tf.cast(row, dtype), layouts, rank)
 
     def all_gather(
         self, shards: Tensors, layouts: Layouts, rank: int, label: str
     ) -> list[tf.Tensor]:
+        if is_mostly_padding(layouts):
+            # As in `_broadcast`: the sum with zeros.
+            with tf.device(self.devices[rank]):
+                placed = [
+                    among_zeros(shard, layout, rank)
+                    for shard, layout in zip(shards, layouts, strict=True)
+                ]
+            return self.all_reduce(placed, rank, label)
         self.order.next(rank)
         with tf.device(self.devices[rank]):
-            row = tf.concat(shards, axis=0)
+            row = row_of(shards, layouts)
             if not self.topology.is_two_level:
                 rows = self._gather_same_type(row[None], self._everyone, rank)
                 return join_rows(rows, layouts)

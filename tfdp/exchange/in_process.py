@@ -16,10 +16,19 @@ from collections.abc import Iterator, Sequence
 import tensorflow as tf
 
 from tfdp.exchange.ordering import ReplicaOrder
-from tfdp.exchange.packing import Layouts, Tensors, cut, pad_shard, whole_from_parts
+from tfdp.exchange.packing import (
+    Layouts,
+    Tensors,
+    cut,
+    elements_of,
+    to_shard,
+    whole_from_parts,
+    whole_specs,
+)
 from tfdp.exchange.send_receive import SendReceive
 from tfdp.exchange.transport import Transport, next_group_key
 from tfdp.exchange.wire_types import check_summable
+from tfdp.plan.shards import overlap
 from tfdp.plan.topology import Topology
 
 
@@ -128,14 +137,15 @@ class InProcess(Transport):
                     piece = self._sum_up(piece, rank, root, f"{key}/{place}/{root}")
                 if root == rank:
                     with tf.device(self.devices[rank]):
-                        own = pad_shard(piece, layout, part)
+                        own = to_shard(piece, layout, part)
             results.append(own)
         return results
 
     def all_gather(
         self, shards: Tensors, layouts: Layouts, rank: int, label: str
     ) -> list[tf.Tensor]:
-        key, group = self.begin(rank, "gather", shards), self._group(rank)
+        key = self.begin(rank, "gather", whole_specs(shards, layouts))
+        group = self._group(rank)
         wholes = []
         for place, (shard, layout) in enumerate(zip(shards, layouts, strict=True)):
             parts = []
@@ -143,7 +153,7 @@ class InProcess(Transport):
                 length = layout.length(number)
                 if owner == rank:
                     with tf.device(self.devices[rank]):
-                        part = shard[:length]
+                        part = elements_of(shard, layout, number)
                 else:
                     part = tf.TensorSpec([length], shard.dtype)
                 if length:
@@ -228,3 +238,39 @@ class InProcess(Transport):
             self._root_bytes[root] += elements * tensor.dtype.size
             self._root_of_call[key] = root
         return self._group(rank)[self._root_of_call[key]]
+
+    def reshard(
+        self, shards: Tensors, before: Layouts, after: Layouts, rank: int, label: str
+    ) -> list[tf.Tensor]:
+        """This replica's shards by the layouts `after`, from all shards by `before`."""
+        key = self.begin(rank, "reshard", whole_specs(shards, before))
+        group = self._group(rank)
+        own_part, results = group.index(rank), []
+        for place, (shard, old, new) in enumerate(
+            zip(shards, before, after, strict=True)
+        ):
+            with tf.device(self.devices[rank]):
+                own = elements_of(shard, old, own_part)
+            start, _ = old.bounds(own_part)
+            pieces = []
+            for part, peer in enumerate(group):
+                low, high = overlap(old.bounds(own_part), new.bounds(part))
+                if low < high:
+                    with tf.device(self.devices[rank]):
+                        piece = own[low - start : high - start]
+                    if peer == rank:
+                        kept = piece
+                    else:
+                        self.hand.send(piece, rank, peer, f"{key}/{place}")
+            for part, peer in enumerate(group):
+                low, high = overlap(old.bounds(part), new.bounds(own_part))
+                if low < high and peer == rank:
+                    pieces.append(kept)
+                elif low < high:
+                    like = tf.TensorSpec([high - low], shard.dtype)
+                    got = self.hand.receive(like, peer, rank, f"{key}/{place}")
+                    pieces.append(got)
+            with tf.device(self.devices[rank]):
+                joined = tf.concat(pieces, axis=0) if pieces else own[:0]
+                results.append(to_shard(joined, new, own_part))
+        return results

@@ -14,7 +14,14 @@ import tensorflow as tf
 from tfdp.exchange.in_process import InProcess
 from tfdp.exchange.late_exchange import AsyncExchange
 from tfdp.exchange.over_link import OverLink
-from tfdp.exchange.packing import Layouts, Tensors, pad_shard, whole_from_shards
+from tfdp.exchange.packing import (
+    Layouts,
+    Tensors,
+    elements_of,
+    to_shard,
+    whole_from_shards,
+    whole_specs,
+)
 from tfdp.exchange.transport import Transport
 from tfdp.plan.shards import ShardLayout
 from tfdp.plan.topology import Topology
@@ -158,7 +165,7 @@ class Levels(Transport):
             with tf.device(self.devices[rank]):
                 own = tf.zeros([0], dtype)
         with tf.device(self.devices[rank]):
-            return pad_shard(own, layout, part)
+            return to_shard(own, layout, part)
 
     def all_gather(
         self, shards: Tensors, layouts: Layouts, rank: int, label: str
@@ -170,10 +177,7 @@ class Levels(Transport):
             self._range_at_first(shard, layout, rank, f"{key}/{place}/up")
             for place, (shard, layout) in enumerate(zip(shards, layouts, strict=True))
         ]
-        wholes: Sequence[tf.Tensor | tf.TensorSpec] = [
-            tf.TensorSpec(layout.shape, shard.dtype)
-            for shard, layout in zip(shards, layouts, strict=True)
-        ]
+        wholes: Sequence[tf.Tensor | tf.TensorSpec] = whole_specs(shards, layouts)
         if rank == FIRST:
             of_hosts = self._of_hosts(layouts)
             wholes = self.outer.all_gather(ranges, of_hosts, FIRST, label)
@@ -185,7 +189,7 @@ class Levels(Transport):
         """This host's shards at its first replica; elsewhere the replica's own."""
         lengths = self._lengths(layout)
         with tf.device(self.devices[rank]):
-            own = shard[: lengths[rank]]
+            own = elements_of(shard, layout, self.first_part + rank)
         if rank != FIRST:
             if lengths[rank]:
                 self.inner.hand.send(own, rank, FIRST, key)
@@ -204,9 +208,11 @@ class Levels(Transport):
         """The whole tensor, in cross-replica context, from this process's shards."""
         if not self._shards_over_hosts:
             return whole_from_shards(shards, layout)
-        lengths = self._lengths(layout)
         with tf.device(self.devices[FIRST]):
-            own = [shard[:n] for shard, n in zip(shards, lengths, strict=True)]
+            own = [
+                elements_of(shard, layout, self.first_part + rank)
+                for rank, shard in enumerate(shards)
+            ]
             ours = tf.concat(own, axis=0)
         [whole] = self.outer.all_gather([ours], self._of_hosts([layout]), FIRST, label)
         return whole

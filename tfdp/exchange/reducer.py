@@ -11,10 +11,12 @@ from tfdp._private.step_ops import delay
 from tfdp.compression.method import Method
 from tfdp.errors import CollectiveError
 from tfdp.exchange.compressed import CompressedSums
+from tfdp.exchange.in_process import InProcess
 from tfdp.exchange.levels import Levels
 from tfdp.exchange.packing import (
     Layouts,
     Tensors,
+    shard_of,
     whole_from_shards,
     with_static_shape,
 )
@@ -241,6 +243,7 @@ class Reducer:
             layouts[::-1],
             rank,
             "all_gather",
+            planned=_mean_shards(shards, layouts)[::-1],
         )
         return gathered[::-1]
 
@@ -263,14 +266,17 @@ class Reducer:
         self,
         exchange: Callable[..., list[tf.Tensor]],
         tensors: Tensors,
-        layouts: Layouts,
+        layouts: Sequence[Any],
         rank: Any,
         kind: str,
         in_turn: bool = False,
         label: str = "",
+        planned: Sequence[tf.TensorSpec] | None = None,
     ) -> list[tf.Tensor]:
+        """`planned`: tensors of the sizes by which buckets are planned; the default is
+        those that travel, of equal sizes on all replicas."""
         results: dict[int, tf.Tensor] = {}
-        buckets = self.plan(tensors)
+        buckets = self.plan(tensors if planned is None else planned)
         of = f" {label}" if label else ""
         waits_for = predecessors(buckets, between_bytes=self.communication.bucket_bytes)
         for number, bucket in enumerate(buckets, start=1):
@@ -291,7 +297,7 @@ class Reducer:
             results.update(zip(bucket.indices, exchanged, strict=True))
         return [results[place] for place in range(len(tensors))]
 
-    def plan(self, tensors: Tensors) -> tuple[Bucket, ...]:
+    def plan(self, tensors: Sequence[tf.Tensor | tf.TensorSpec]) -> tuple[Bucket, ...]:
         infos = [describe(tensor) for tensor in tensors]
         most, first = 1, 1  # packing would only add two copies: one bucket per tensor
         if self.transport.reduces_buckets:
@@ -306,6 +312,33 @@ class Reducer:
                 value.values / replicas, value.indices, value.dense_shape
             )
         return value / replicas
+
+    def reshard(
+        self, shards: Tensors, before: Layouts, after: Layouts, rank: Any
+    ) -> list[tf.Tensor]:
+        """This replica's shards by the layouts `after`, from all shards by `before`.
+
+        Cost: that of `all_gather`; in one process, only what another replica has of a
+        shard is sent.
+        """
+        transport = self.transport
+
+        def exchange(
+            shards: Tensors, pairs: Sequence[Any], rank: Any, label: str
+        ) -> list[tf.Tensor]:
+            old, new = zip(*pairs, strict=True)
+            if isinstance(transport, InProcess):
+                return transport.reshard(shards, old, new, rank, label)
+            wholes = transport.all_gather(shards, old, rank, label)
+            part = transport.first_part + rank
+            with tf.device(transport.devices[rank]):
+                return [shard_of(*one, part) for one in zip(wholes, new, strict=True)]
+
+        pairs = list(zip(before, after, strict=True))
+        planned = _mean_shards(shards, before)
+        return self._exchange_by_bucket(
+            exchange, shards, pairs, rank, "reshard", planned=planned
+        )
 
 
 def reducer_of(strategy: Any) -> Reducer | None:
@@ -322,7 +355,15 @@ def _as_sent(gradient: Value, sum_rows: bool) -> Value:
     return gradient
 
 
-def describe(tensor: tf.Tensor) -> TensorInfo:
+def _mean_shards(shards: Tensors, layouts: Layouts) -> list[tf.TensorSpec]:
+    """A shard of the mean size of each tensor: the same on all replicas."""
+    return [
+        tf.TensorSpec([layout.shard_elements], shard.dtype)
+        for shard, layout in zip(shards, layouts, strict=True)
+    ]
+
+
+def describe(tensor: tf.Tensor | tf.TensorSpec) -> TensorInfo:
     """The bucket plan's description of `tensor`."""
     elements = tensor.shape.num_elements()
     # Types without a size (strings) must not count as empty tensors.

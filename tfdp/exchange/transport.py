@@ -143,14 +143,14 @@ class Transport(abc.ABC):
     ) -> list[tf.Tensor]:
         """This replica's shards of the sums of several whole tensors of one type.
 
-        `layouts` cut each into `shard_parts` parts. Shards are flat and padded.
+        `layouts` cut each into `shard_parts` parts, padded as by `to_shard`.
         """
 
     @abc.abstractmethod
     def all_gather(
         self, shards: Tensors, layouts: Layouts, rank: Any, label: str
     ) -> list[tf.Tensor]:
-        """The whole tensors, on all replicas, from all flat, padded shards."""
+        """The whole tensors, on all replicas, from all shards."""
 
     @abc.abstractmethod
     def gather(self, tensor: tf.Tensor, rank: Any) -> tf.Tensor:

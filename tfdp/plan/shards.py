@@ -128,6 +128,11 @@ def sharding_of(shard: str | int | Sharding, **others: Any) -> Sharding:
     return shard
 
 
+def overlap(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+    """The begin and end of what two ranges have in common; empty if begin >= end."""
+    return max(one[0], other[0]), min(one[1], other[1])
+
+
 @dataclasses.dataclass(frozen=True)
 class ShardLayout:
     """A tensor of `shape` as `parts` flat shards of one length, padded with zeros.
@@ -147,7 +152,7 @@ class ShardLayout:
 
     @property
     def shard_elements(self) -> int:
-        """The elements of each shard, with padding."""
+        """The elements of each shard, with padding; of an owned one, on average."""
         least = -(-self.elements // self.parts)
         aligned = -(-least // ALIGNED_ELEMENTS) * ALIGNED_ELEMENTS
         fits = (aligned - least) * self.parts <= self.elements * MOST_PADDING
@@ -162,6 +167,10 @@ class ShardLayout:
         """The elements of shard `part`, without padding."""
         start, stop = self.bounds(part)
         return stop - start
+
+    def shard_shape(self, part: int) -> tuple[int, ...]:
+        """The shape in which the replica of shard `part` stores it."""
+        return (self.shard_elements,)
 
     def of_hosts(self, replicas_per_host: int) -> ShardLayout:
         """The same shards, those of each host's replicas joined to one.
@@ -181,3 +190,29 @@ class _JoinedShards(ShardLayout):
     @property
     def shard_elements(self) -> int:
         return self.joined_elements
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnedLayout(ShardLayout):
+    """A tensor of which shard `owner` is the whole, and all other shards are empty.
+
+    The sum of gradients by this layout is a reduction to the owner, and its gather a
+    broadcast from there.
+
+    >>> layout = OwnedLayout((5, 3), parts=3, owner=1)
+    >>> [layout.bounds(part) for part in range(3)], layout.shard_shape(1)
+    ([(0, 0), (0, 15), (15, 15)], (5, 3))
+    """
+
+    owner: int
+
+    def bounds(self, part: int) -> tuple[int, int]:
+        edges = (0, self.elements)
+        return edges[part > self.owner], edges[part >= self.owner]
+
+    def shard_shape(self, part: int) -> tuple[int, ...]:
+        return self.shape if part == self.owner else (0,)
+
+    def of_hosts(self, replicas_per_host: int) -> ShardLayout:
+        hosts = self.parts // replicas_per_host
+        return OwnedLayout(self.shape, hosts, self.owner // replicas_per_host)

@@ -270,8 +270,10 @@ SEAMS: tuple[Seam, ...] = (
     *_seams(
         OPTIMIZER,
         "object",
-        "an optimizer made outside of the scope is moved into it",
+        "an optimizer made outside of the scope is moved into it; one that needs whole "
+        "matrices chooses their owners when it is built",
         _distribution_strategy=DATA,
+        build="(self, variables)",
     ),
     *_seams(
         "keras.optimizers:LossScaleOptimizer",

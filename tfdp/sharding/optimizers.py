@@ -4,7 +4,8 @@ An elementwise update works on shards unchanged. What needs whole tensors is ove
 by instance attributes while a step is traced:
 
     _clip_gradients           norms are taken over the shards of all replicas
-    update_step               the state reports the shard's flat shape
+    update_step               the state reports the shard's shape
+    _distributed_tf_update_step  weights that are updated whole come to their owners
     _backend_update_step      gathers the updated shards into the mirrored weights
     moving averages           are updated, and written back, shard by shard
 
@@ -25,9 +26,11 @@ from tfdp._private import optimizer_hooks as hooks
 from tfdp._private.names import current_rank
 from tfdp.errors import ConfigurationError
 from tfdp.plan.exclusions import variable_path
+from tfdp.plan.shards import OwnedLayout
 from tfdp.seams.replace import instance_attributes
+from tfdp.sharding.owners import OF_KERAS, check_owners, definer_of, whole_updates
 from tfdp.sharding.updates import ShardUpdates
-from tfdp.sharding.variables import ShardedVariable, shard_kind
+from tfdp.sharding.variables import ShardedVariable, shard_kind, updating_rank
 from tfdp.tracing.run import current_run
 
 # These update each element independently.
@@ -36,8 +39,6 @@ ELEMENTWISE = (
 ).split()
 ADVICE = {
     "Lamb": "Use tfdp.optimizers.LAMB(form='keras'), which is identical to the bit.",
-    "Adafactor": "It needs the rows and columns of whole matrices.",
-    "Muon": "It needs whole matrices.",
     "OneBitAdam": "It sends its momentum, of whole variables.",
     "OneBitLAMB": "It sends its momentum, of whole variables.",
 }
@@ -52,18 +53,22 @@ def check_shardable(optimizer: Optimizer) -> None:
         or getattr(optimizer, "is_elementwise", False)
     ):
         return
-    owner = next(c for c in type(optimizer).__mro__ if "update_step" in vars(c))
+    if whole_updates(optimizer) is not None:
+        return
+    owner = definer_of(optimizer, "update_step")
     if owner.__module__.startswith("keras.") and owner.__name__ in ELEMENTWISE:
         return
     advice = ADVICE.get(
         owner.__name__,
         "If its update of an element needs that element only, set the class attribute "
-        "is_elementwise = True.",
+        "is_elementwise = True; if it needs the whole of each weight, "
+        "needs_whole_matrix = True.",
     )
     raise ConfigurationError(
         f"The optimizer {type(optimizer).__name__} cannot update shards: its "
         f"update_step may need whole tensors. {advice} Or use shard='none'. Allowed: "
-        f"{', '.join(ELEMENTWISE)}, AdamW, tfdp.optimizers.LARS and LAMB."
+        f"{', '.join(ELEMENTWISE)}, AdamW, {', '.join(OF_KERAS)}, tfdp.optimizers.LARS "
+        "and LAMB."
     )
 
 
@@ -105,7 +110,8 @@ def shard_overrides(optimizer: Optimizer, shards: ShardUpdates) -> dict[str, Any
 
     def apply_gradients(gradients: Sequence[Any], variables: Sequence[Any]) -> Any:
         current[:] = variables
-        _refuse_eager_constraints(variables)
+        check_owners(optimizer, variables)
+        _refuse_eager(variables)
         return hooks.by_keras(optimizer, hooks.APPLY_GRADIENTS)(gradients, variables)
 
     def clip(gradients: Sequence[Any]) -> list[Any]:
@@ -116,10 +122,14 @@ def shard_overrides(optimizer: Optimizer, shards: ShardUpdates) -> dict[str, Any
         hooks.CLIP: clip,
         hooks.AVERAGE: partial(_average_shards, optimizer),
         hooks.DECAY: partial(_decay_on_devices, optimizer, shards),
-        "update_step": partial(_update_flat, optimizer),
+        "update_step": partial(_update_shard, optimizer, shards),
     }
     for method in (hooks.UPDATE_STEP, hooks.OVERWRITE_WITH_AVERAGE):
         overrides[method] = partial(_then_gather, optimizer, method, shards)
+    if whole_updates(optimizer) is not None:
+        overrides[hooks.UPDATE_OF_STRATEGY] = partial(
+            _update_at_owners, optimizer, shards
+        )
     if hasattr(optimizer, "update_phases"):
         overrides[hooks.UPDATE_OF_STRATEGY] = partial(
             _update_in_phases, optimizer, shards
@@ -127,15 +137,21 @@ def shard_overrides(optimizer: Optimizer, shards: ShardUpdates) -> dict[str, Any
     return overrides
 
 
-def _refuse_eager_constraints(variables: Sequence[Any]) -> None:
-    """Refuses weight constraints in eager mode: they need the whole weight."""
+def _refuse_eager(variables: Sequence[Any]) -> None:
+    """Refuses in eager mode what needs a whole weight: owners, and constraints."""
     if not tf.executing_eagerly():
         return
     for variable in variables:
-        is_sharded = shard_kind(variable) is ShardedVariable
-        if is_sharded and getattr(variable, "constraint", None) is not None:
+        kind, path = shard_kind(variable), variable_path(variable)
+        if kind is not None and variable.value.owner is not None:
             raise ConfigurationError(
-                f"The weight {variable_path(variable)!r} has a constraint, which "
+                f"The optimizer updates the weight {path!r} whole, on one replica, "
+                "which cannot be done in eager mode, where all replicas update "
+                "together. Compile with run_eagerly=False, or leave out shard=."
+            )
+        if kind is ShardedVariable and getattr(variable, "constraint", None):
+            raise ConfigurationError(
+                f"The weight {path!r} has a constraint, which "
                 "cannot be applied to shards in eager mode: it needs the whole weight "
                 "before all replicas have updated their shards. Compile with "
                 "run_eagerly=False, or leave out shard='parameters'."
@@ -204,7 +220,9 @@ def _then_gather(
     return result
 
 
-def _update_flat(optimizer: Optimizer, gradient: Any, variable: Any, *args: Any) -> Any:
+def _update_shard(
+    optimizer: Optimizer, shards: ShardUpdates, gradient: Any, variable: Any, *args: Any
+) -> Any:
     """`update_step` of a shard, with state of the shard's shape.
 
     `keras.ops.add` treats a vector that fits a matrix's last axis as a bias: a shard of
@@ -212,16 +230,33 @@ def _update_flat(optimizer: Optimizer, gradient: Any, variable: Any, *args: Any)
     """
     place = hooks.variable_index(optimizer, variable)
     slots = [value for value in vars(optimizer).values() if isinstance(value, list)]
+    part = shards.part_of(updating_rank()) if shard_kind(variable) else None
     found = current_run()
     with contextlib.ExitStack() as stack:
         if found is not None:
-            stack.enter_context(found[0].updating_shard())
+            alone = isinstance(getattr(variable, "layout", None), OwnedLayout)
+            stack.enter_context(found[0].updating_shard(alone=alone))
         for slot in slots:
             state = slot[place] if place < len(slot) else None
             if state is not None and shard_kind(state) is ShardedVariable:
-                flat = {"_shape": (state.value.layout.shard_elements,)}
+                flat = {"_shape": state.value.layout.shard_shape(part)}
                 stack.enter_context(instance_attributes(state, flat))
         return type(optimizer).update_step(optimizer, gradient, variable, *args)
+
+
+def _update_at_owners(
+    optimizer: Optimizer,
+    shards: ShardUpdates,
+    strategy: tf.distribute.Strategy,
+    gradients_and_variables: Sequence[tuple[Any, Any]],
+    learning_rate: Any,
+) -> None:
+    """Keras' update, of weights that their owners have whole."""
+    pairs = list(gradients_and_variables)
+    if not tf.executing_eagerly():
+        shards.bring_to_owners([variable for _, variable in pairs])
+    update = hooks.by_keras(optimizer, hooks.UPDATE_OF_STRATEGY)
+    update(strategy, pairs, learning_rate)
 
 
 def _decay_on_devices(
@@ -229,7 +264,25 @@ def _decay_on_devices(
 ) -> None:
     """Keras' weight decay, which needs no state on the host."""
     with shards.updating_on_devices():
-        hooks.by_keras(optimizer, hooks.DECAY)(variables)
+        if definer_of(optimizer, hooks.DECAY).__name__ == "Muon":
+            _decay_by_muon(optimizer, variables)
+        else:
+            hooks.by_keras(optimizer, hooks.DECAY)(variables)
+
+
+def _decay_by_muon(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Keras' Muon decays whole weights on all replicas; here shards, by its numbers."""
+    for variable in variables:
+        decay = hooks.decay_by_muon(optimizer, variable)
+        if decay is None:
+            continue
+
+        def update(own: Any, decay: float = decay) -> None:
+            rate = tf.cast(optimizer.learning_rate, own.dtype)
+            own.assign(own - own * tf.cast(decay, own.dtype) * rate)
+
+        strategy = hooks.strategy_of(optimizer)
+        strategy.extended.update(variable.value, update, group=False)
 
 
 def _average_shards(optimizer: Optimizer, variables: Sequence[Any]) -> None:

@@ -15,11 +15,11 @@ from tfdp._private.keras_layers import autocast_dtype
 from tfdp._private.optimizer_hooks import strategy_of
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.ordering import exchanges_of
-from tfdp.exchange.packing import copied_shard, shard_of
+from tfdp.exchange.packing import copied_shard, elements_of, shard_of
 from tfdp.exchange.reducer import Reducer
 from tfdp.lint.registry import key_of, register
 from tfdp.lint.values import Term, Value
-from tfdp.plan.shards import Sharding, ShardLayout
+from tfdp.plan.shards import OwnedLayout, Sharding, ShardLayout
 from tfdp.sharding.variables import (
     LocalShardVariable,
     ShardedVariable,
@@ -59,9 +59,15 @@ class ShardUpdates:
         self._min_bytes = sharding.min_bytes
         self._is_offloading = sharding.offloads
         self._updates_on_host = sharding.offloads
+        #: What the replica of each part has to update of whole matrices.
+        self.loads = [0] * reducer.transport.shard_parts
+        # The layout of state that is created anew.
+        self._layout_to_make: ShardLayout | None = None
 
     def class_of(self, kwargs: dict[str, Any], value: tf.Tensor) -> type | None:
         """The class of a variable about to be created; None: it is not sharded."""
+        if self._layout_to_make is not None:
+            return ShardedVariable
         reference = kwargs.get("colocate_with")
         if isinstance(reference, SHARD_CLASSES):
             if not (value.dtype.is_floating and value.shape == reference.shape):
@@ -104,10 +110,11 @@ class ShardUpdates:
             start, _ = layout.bounds(self.part_of(ranks[0]))
             _, stop = layout.bounds(self.part_of(ranks[-1]))
             return tf.reshape(variable.values[0].read_value(), [-1])[start:stop]
-        lengths = [layout.length(self.part_of(rank)) for rank in ranks]
         pieces = [
-            tf.convert_to_tensor(variable.shard(rank))[:length]
-            for rank, length in zip(ranks, lengths, strict=True)
+            elements_of(
+                tf.convert_to_tensor(variable.shard(rank)), layout, self.part_of(rank)
+            )
+            for rank in ranks
         ]
         return tf.concat(pieces, axis=0)
 
@@ -119,10 +126,13 @@ class ShardUpdates:
         value: tf.Tensor,
     ) -> ShardedVariable:
         """A sharded variable that starts as `value`, one shard on each device."""
-        layout = self.layout_of(value)
+        reference = kwargs.get("colocate_with")
+        layout = self._layout_to_make
+        if layout is None:
+            layout = getattr(reference, "update_layout", self.layout_of(value))
         common = {k: v for k, v in kwargs.items() if k not in NOT_OF_A_SHARD}
         shards: list[tf.Variable] = []
-        is_state = kwargs.get("colocate_with") is not None
+        is_state = reference is not None or self._layout_to_make is not None
         is_gradient = issubclass(variable_class, LocalShardVariable)
         is_offloaded = self._is_offloading and is_state and not is_gradient
         for rank, device in enumerate(self._devices):
@@ -142,9 +152,18 @@ class ShardUpdates:
         variable.autocasts = is_made_for_autocast()
         return variable
 
+    @contextlib.contextmanager
+    def making(self, layout: ShardLayout) -> Iterator[None]:
+        """Within this, a variable is created as state of an optimizer, by `layout`."""
+        self._layout_to_make = layout
+        try:
+            yield
+        finally:
+            self._layout_to_make = None
+
     def read(self, variable: ShardedVariable, rank: Any) -> tf.Tensor:
         """The whole variable, in a replica; its gradient is the replica's shard."""
-        layout, own = variable.layout, variable.shard(rank)
+        layout, own = variable.update_layout, variable.shard(rank)
         # Cast before the gather what the layer would cast after it: half the bytes, the
         # same numbers. Gradients are summed in the variable's own type.
         dtype = autocast_dtype() if variable.autocasts else None
@@ -240,6 +259,10 @@ class ShardUpdates:
         rank = names.current_rank()
         self.reducer.transport.order.note_branches(rank)
         target = self._target(variable, rank)
+        if isinstance(target, ShardView) and isinstance(target.layout, OwnedLayout):
+            target.is_assigned = True  # by its owner, and all replicas take part
+        if not _holds_part(target, variable, self.part_of(rank)):
+            return None
         device = self._device_of_update(variable, target.device)
         with tf.device(device), shard_update(rank):
             return fn(target, *args, **(kwargs or {}))
@@ -261,11 +284,11 @@ class ShardUpdates:
         return host_of(device) if self._updates_on_host and not is_gradient else device
 
     def _target(self, variable: names.DistributedVariable, rank: Any) -> Any:
-        if isinstance(variable, ShardedVariable):
-            return variable.shard(rank)
         graph = tf.compat.v1.get_default_graph()
         views = self._strategy.extended.current_run.trace(rank).shard_views
         view = views.get(id(variable))
+        if isinstance(variable, ShardedVariable):
+            return variable.shard(rank) if view is None else view
         if view is None or (view.graph is not graph and not view.is_assigned):
             view = ShardView(
                 variable, self.part_of(rank), names.own_copy(variable, rank)
@@ -273,19 +296,56 @@ class ShardUpdates:
             views[id(variable)] = view
         return view
 
+    def bring_to_owners(self, variables: Sequence[Any]) -> None:
+        """Brings weights that are stored in shards to their owners, for an update.
+
+        `gather_updated` takes them back.
+        """
+        rank = names.current_rank()
+        owned = [
+            variable
+            for variable in map(_stored, variables)
+            if isinstance(variable, ShardedVariable) and variable.owner is not None
+        ]
+        wholes = self.reducer.reshard(
+            [variable.read_shard(rank) for variable in owned],
+            [variable.layout for variable in owned],
+            [variable.update_layout for variable in owned],
+            rank,
+        )
+        views = self._strategy.extended.current_run.trace(rank).shard_views
+        for variable, whole in zip(owned, wholes, strict=True):
+            stored = variable.shard(rank)
+            views[id(variable)] = ShardView(
+                variable, self.part_of(rank), stored, value=whole
+            )
+
     def gather_updated(self) -> None:
         """Copies the shards that the replicas assigned into all copies."""
         rank = names.current_rank()
         trace = self._strategy.extended.current_run.trace(rank)
         views = [view for view in trace.shard_views.values() if view.is_assigned]
         trace.shard_views = {}
-        if not views:
-            return
-        wholes = self.reducer.all_gather(
-            [view.value() for view in views], [view.layout for view in views], rank
-        )
-        for view, whole in zip(views, wholes, strict=True):
-            self._strategy.extended.update_own_copy(view.variable, _assign, whole)
+        stored = [v for v in views if isinstance(v.variable, ShardedVariable)]
+        copied = [v for v in views if not isinstance(v.variable, ShardedVariable)]
+        if copied:
+            wholes = self.reducer.all_gather(
+                [view.value() for view in copied],
+                [view.layout for view in copied],
+                rank,
+            )
+            for view, whole in zip(copied, wholes, strict=True):
+                self._strategy.extended.update_own_copy(view.variable, _assign, whole)
+        if stored:
+            shards = self.reducer.reshard(
+                [view.value() for view in stored],
+                [view.layout for view in stored],
+                [view.variable.layout for view in stored],
+                rank,
+            )
+            for view, shard in zip(stored, shards, strict=True):
+                with tf.device(view.device):
+                    _assign(view.copy, shard)
 
     def update_across(
         self, variable: names.DistributedVariable, fn: Callable, args: Any, kwargs: Any
@@ -299,6 +359,8 @@ class ShardUpdates:
                 part, copy = self.part_of(rank), variable.values[rank]
                 target = ShardView(variable, part, copy)
             targets.append(target)
+            if not _holds_part(target, variable, self.part_of(rank)):
+                continue
             device = self._device_of_update(variable, target.device)
             with tf.device(device), names.UpdateContext(rank), shard_update(rank):
                 own_args, own_kwargs = names.select_replica(rank, (args, kwargs or {}))
@@ -312,14 +374,22 @@ class ShardUpdates:
                     target.copy.assign(whole)
 
 
+def _holds_part(target: Any, variable: Any, part: Any) -> bool:
+    """Whether a replica updates any of `variable`: all do but for an owner's."""
+    layout = getattr(target, "layout", variable.layout)
+    return not isinstance(layout, OwnedLayout) or layout.owner == part
+
+
 def _check_no_whole_variables(variable: Any, arguments: Any) -> None:
     """Refuses gradients of whole variables, from an optimizer without overrides."""
     layout = variable.layout
     whole, shard = tf.TensorShape(layout.shape), tf.TensorShape([layout.shard_elements])
+    has_owner = isinstance(layout, OwnedLayout)
     for value in tf.nest.flatten(arguments):
         # Variables are skipped: sharded ones read as a shard within an update.
         is_value = isinstance(value, (tf.Tensor, tf.IndexedSlices))
-        if is_value and value.shape.rank and whole == value.shape != shard:
+        is_whole = is_value and value.shape.rank and whole == value.shape
+        if is_whole and (has_owner or whole != shard):
             raise ConfigurationError(
                 f"Variable {variable.name!r} is updated by shards, but its optimizer "
                 "was called outside of the strategy's replicas with the whole "
@@ -352,18 +422,22 @@ class ShardView:
 
     Acts as a variable for an optimizer. An assigned value stays here, as a tensor on
     the replica's device, until the shards of all replicas are gathered into the copies.
+    With `value`, the shard to update of a weight that is stored in other shards: `copy`
+    is then the stored one.
     """
 
-    def __init__(self, variable: ShardUpdatedVariable, part: Any, copy_: Any):
+    def __init__(self, variable: Any, part: Any, copy_: Any, value: Any = None):
         self.variable = variable
         self.copy = copy_
-        self.layout = variable.layout
+        self.layout = variable.update_layout
         self.graph = tf.compat.v1.get_default_graph()
         self.is_assigned = False
         with tf.device(copy_.device):
-            self._value = shard_of(copy_.read_value(), variable.layout, part)
+            if value is None:
+                value = shard_of(copy_.read_value(), self.layout, part)
+            self._value = value
 
-    def _distributed_container(self) -> ShardUpdatedVariable:
+    def _distributed_container(self) -> Any:
         # Keras uses this to find the optimizer slots of the variable.
         return self.variable
 
@@ -400,7 +474,9 @@ class ShardView:
             )
         with tf.device(self.device):
             value = tf.cast(value, self.dtype)
-            self._value = tf.ensure_shape(tf.reshape(value, [-1]), self.shape)
+            if self.shape.rank == 1:
+                value = tf.reshape(value, [-1])
+            self._value = tf.ensure_shape(value, self.shape)
         self.is_assigned = True
         return self
 

@@ -34,7 +34,7 @@ from tfdp._private.names import (
 )
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.packing import copied_shard, shard_of
-from tfdp.plan.shards import ShardLayout
+from tfdp.plan.shards import OwnedLayout, ShardLayout
 from tfdp.variables.local_view import in_replica_of
 from tfdp.variables.mirrored import ReplicaMirroredVariable, before_storing
 
@@ -107,8 +107,23 @@ def check_whole_gradient(variable: ShardedVariable, gradient: tf.Tensor) -> None
     )
 
 
-class ShardedVariable(DistributedVariable):
-    """A variable of which each replica stores one flat shard."""
+class _MayHaveOwner:
+    """A weight that an optimizer may update whole, on one replica."""
+
+    layout: Any
+    #: The part whose replica updates it; None: each replica updates its shard.
+    owner: int | None = None
+
+    @property
+    def update_layout(self) -> ShardLayout:
+        """The shards of its gradient and of its optimizer's state."""
+        if self.owner is None:
+            return self.layout
+        return OwnedLayout(self.layout.shape, self.layout.parts, self.owner)
+
+
+class ShardedVariable(_MayHaveOwner, DistributedVariable):
+    """A variable of which each replica stores one shard."""
 
     #: The device that cuts whole tensors; None: the device of each shard.
     cutting_device: str | None = None
@@ -146,7 +161,7 @@ class ShardedVariable(DistributedVariable):
         return super().handle
 
     def shard(self, rank: Any) -> Any:
-        """A replica's stored variable (rank in this process), flat and padded."""
+        """A replica's stored variable (rank in this process)."""
         return self._values[rank]
 
     def read_shard(self, rank: Any) -> tf.Tensor:
@@ -218,7 +233,7 @@ class ShardedVariable(DistributedVariable):
         copied = type(self)(
             self.distribute_strategy, shards, self.aggregation, self.layout
         )
-        copied.autocasts = self.autocasts
+        copied.autocasts, copied.owner = self.autocasts, self.owner
         memo[id(self)] = copied
         return copied
 
@@ -246,21 +261,24 @@ class LocalShardVariable(ShardedVariable):
 
     def _update(self, update_fn: Callable, value: Any, **kwargs: Any) -> Any:
         tensor = tf.cast(value, self.dtype)
-        if (
-            not self._is_in_replica()
-            # Keras resets accumulators to zeros of the whole shape.
-            or tensor.shape != (self.layout.shard_elements,)
-        ):
+        if not self._is_in_replica():
             return super()._update(update_fn, tensor, **kwargs)
-        return update_fn(self._values[current_rank()], tensor, **kwargs)
+        rank = current_rank()
+        # Keras resets accumulators to zeros of the whole shape.
+        if tensor.shape != self.layout.shard_shape(self._shards.part_of(rank)):
+            return super()._update(update_fn, tensor, **kwargs)
+        return update_fn(self._values[rank], tensor, **kwargs)
 
 
-class ShardUpdatedVariable(ReplicaMirroredVariable):
+class ShardUpdatedVariable(_MayHaveOwner, ReplicaMirroredVariable):
     """A mirrored variable of which each replica updates only its shard."""
 
     @property
     def layout(self) -> ShardLayout:
-        return self.distribute_strategy.extended.shards.layout_of(self)
+        flat = self.distribute_strategy.extended.shards.layout_of(self)
+        if self.owner is None:
+            return flat
+        return OwnedLayout(flat.shape, flat.parts, self.owner)
 
     def _get(self) -> Any:
         rank, read = updating_rank(), _read_override()

@@ -13,6 +13,7 @@ from tfdp._private.names import current_rank, in_compiled_function, stop_recordi
 from tfdp.data.owned_input import LastingInput
 from tfdp.errors import CollectiveError, ScopeError
 from tfdp.exchange.reducer import Reducer
+from tfdp.sharding.owners import place_when_built
 from tfdp.sharding.updates import ACCUMULATOR_NAME, SHARD_CLASSES, ShardUpdates
 from tfdp.sharding.variables import ShardedVariable
 from tfdp.step.optimizers import sums_without_overrides
@@ -82,8 +83,16 @@ class ReplicaExtended(LastingInput):
 
     def note_maker(self) -> None:
         """Tracks the optimizer or metric that is creating a variable, if any."""
-        self.made_optimizers.note_maker()
+        optimizer = self.made_optimizers.note_maker()
+        if optimizer is not None:
+            self.note_optimizer(optimizer)
         self.made_metrics.note_maker()
+
+    def note_optimizer(self, optimizer: keras.optimizers.Optimizer) -> None:
+        """Tracks an optimizer of this strategy."""
+        self.made_optimizers.note(optimizer)
+        if self.shards is not None:
+            place_when_built(optimizer)
 
     @contextlib.contextmanager
     def building_replicas(self) -> Iterator[None]:

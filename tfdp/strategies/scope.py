@@ -124,7 +124,7 @@ def adopt_state(
         for part in parts:
             put_under(part, strategy)
             _recreate(part.variables, strategy)
-            strategy.extended.made_optimizers.note(part)
+            strategy.extended.note_optimizer(part)
     for metric in _metrics(model):
         _recreate(metric.variables, strategy)
     for layer in keras_models.layers_within(model):
@@ -184,12 +184,14 @@ class MadeInScope(Generic[T]):
         self._kind = kind
         self._tracked: weakref.WeakSet[T] = weakref.WeakSet()
 
-    def note_maker(self) -> None:
-        """Tracks the object that is creating a variable, if any."""
+    def note_maker(self) -> T | None:
+        """Tracks, and returns, the object that is creating a variable, if any."""
         stack = names.keras_state.get_global_attribute("name_scope_stack") or []
         maker = getattr(stack[-1], "caller", None) if stack else None
-        if isinstance(maker, self._kind):
-            self.note(maker)
+        if not isinstance(maker, self._kind):
+            return None
+        self.note(maker)
+        return maker
 
     def note(self, made: T) -> None:
         with _lock:

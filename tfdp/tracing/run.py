@@ -18,6 +18,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp._private.names import current_rank
+from tfdp.errors import ConfigurationError
 from tfdp.exchange.ordering import current_exchange_name
 from tfdp.lint.analysis import Analysis
 from tfdp.lint.findings import Findings
@@ -64,7 +65,7 @@ class Trace:
         #: The active optimizers, outermost first: whether they still reduce.
         self.updates: list[bool] = []
         #: Whether an optimizer updates this replica's shard.
-        self.updates_shard = False
+        self.updates_shard = self.updates_alone = False
         #: Mirrored float variables that the replica assigned independently, by id.
         self.local_state: dict[int, Any] = {}
         #: The `batch_weight.Denominator` of each mean loss, and how many of them
@@ -338,13 +339,24 @@ class Step:
             updates.pop()
 
     @contextlib.contextmanager
-    def updating_shard(self) -> Iterator[None]:
+    def updating_shard(self, *, alone: bool = False) -> Iterator[None]:
+        """`alone`: no other replica makes this update."""
         trace = self.here
-        trace.updates_shard = True
+        trace.updates_shard, trace.updates_alone = True, alone
         try:
             yield
         finally:
-            trace.updates_shard = False
+            trace.updates_shard = trace.updates_alone = False
+
+    def refuse_if_alone(self, name: str) -> None:
+        """Refuses state of an optimizer that one replica would change by itself."""
+        if self.here.updates_alone:
+            raise ConfigurationError(
+                f"An optimizer updates whole weights, each on one replica, and changes "
+                f"{name!r}, of which every replica has a copy. Keep state in a list "
+                "with a variable for each weight (add_variable_from_reference), or use "
+                "shard='none'."
+            )
 
     def note_gradients(self, rank: Any, gradients: Iterable[Any], name: str) -> None:
         """Records gradients that a program gives the optimizer `name`."""

@@ -134,6 +134,7 @@ class ReplicaMirroredVariable(PythonValue, HandleOfReplica, OwnMeans, LocalView)
         """
         extended = self.distribute_strategy.extended
         run, rank = extended.current_run, names.current_rank()
+        run.refuse_if_alone(self.name)
         is_aggregated = self.aggregation != tf.VariableAggregation.NONE
         if not is_aggregated and run.is_updating:
             return super()._update_replica(update_fn, value, **kwargs)

@@ -99,6 +99,7 @@ def sent_bytes(
     stage: int,
     remat: bool | str,
     tables: Sequence[tuple[int, int, bool]] = (),
+    moved_bytes: int = 0,
 ) -> int:
     """What a replica sends in a step, for gradients as large as the weights.
 
@@ -106,7 +107,8 @@ def sent_bytes(
 
     with P trainable bytes and N replicas. Of each of `tables` (bytes, bytes of rows r,
     whether rows are summed) it sends (N - 1) r to all others instead, or the whole
-    table where rows are summed and that is less. Shards send whole tables.
+    table where rows are summed and that is less. Shards send whole tables. At stage 3
+    `moved_bytes` go to the owners of weights that are updated whole, and back.
 
     >>> sent_bytes(100, replicas=4, stage=0, remat=False)
     150
@@ -114,10 +116,11 @@ def sent_bytes(
     60
     """
     ways = 3 if stage == 3 and remat else 2
+    moved = 2 * moved_bytes if stage == 3 else 0
     total = 0
     for size_bytes, row_bytes, adds_rows in tables if stage == 0 else ():
         trainable_bytes -= size_bytes
         whole = 2 * size_bytes * (replicas - 1) // replicas
         rows = (replicas - 1) * row_bytes
         total += min(whole, rows) if adds_rows else rows
-    return total + ways * trainable_bytes * (replicas - 1) // replicas
+    return total + (ways * trainable_bytes + moved) * (replicas - 1) // replicas

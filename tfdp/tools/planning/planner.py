@@ -157,6 +157,7 @@ class Planner:
                 **_facts_of(graph, number, sharding),
                 "graph": graph,
                 "trainable_bytes": traced.trainable_bytes,
+                "owned_bytes": traced.owned_bytes,
                 "tables": traced.tables,
                 "notes": tuple(notes),
                 "is_known": not NOT_KNOWN & set(graph.notes),
@@ -203,9 +204,10 @@ class Planner:
             (table.size_bytes, table.sent_bytes(rows, adds_rows), adds_rows)
             for table, adds_rows in facts["tables"]
         ]
-        return sent_bytes(
-            facts["trainable_bytes"], self.replicas, sharding.stage, remat, tables
-        )
+        # On one host each replica sends an owner its shard; else each sends all.
+        moved = facts["owned_bytes"] // (self.replicas if self.hosts == 1 else 1)
+        trainable, stage = facts["trainable_bytes"], sharding.stage
+        return sent_bytes(trainable, self.replicas, stage, remat, tables, moved)
 
     def share_one_graph(self, few: int, many: int, remat: bool | str) -> bool:
         """Whether `interpolated` may be used between these two traced row counts."""

@@ -192,6 +192,15 @@ class TracedModel:
         return sum(_bytes_of(v) for v in self.model.trainable_variables)
 
     @property
+    def owned_bytes(self) -> int:
+        """Those of weights that one replica each updates whole."""
+        return sum(
+            _bytes_of(variable)
+            for variable in self.model.trainable_variables
+            if getattr(variable.value, "owner", None) is not None
+        )
+
+    @property
     def tables(self) -> list[tuple[Table, bool]]:
         """Embedding tables with sparse gradients, and whether equal rows are summed."""
         communication = self._communication or Communication()

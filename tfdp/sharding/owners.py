@@ -1,0 +1,145 @@
+"""Optimizers that need whole matrices: which weights, and which replica updates them.
+
+Each such weight has one owner among the replicas that share its shards. Its gradient is
+reduced to the owner, which keeps the optimizer's state, computes the update once, and
+hands the new weight out.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+from keras.optimizers import Optimizer
+
+from tfdp._private import keras_models
+from tfdp._private import optimizer_hooks as hooks
+from tfdp.errors import ConfigurationError
+from tfdp.plan.exclusions import variable_path
+from tfdp.plan.owners import assign_owners, newton_schulz_cost
+from tfdp.plan.shards import OwnedLayout
+from tfdp.seams.replace import is_replaced, replace
+from tfdp.sharding.variables import shard_kind
+
+
+class WholeUpdates(NamedTuple):
+    """Which weights an optimizer updates whole, and what that costs.
+
+    Args:
+      needs: whether it needs the whole of a weight, given the optimizer and the weight.
+      cost: of the update of a weight of a shape.
+    """
+
+    needs: Callable[[Any, Any], bool]
+    cost: Callable[[Sequence[int]], int]
+
+
+def _always(optimizer: Any, variable: Any) -> bool:
+    return True
+
+
+#: Keras' optimizers, by the class that defines `update_step`.
+OF_KERAS = {
+    "Muon": WholeUpdates(hooks.orthogonalizes, newton_schulz_cost),
+    "Adafactor": WholeUpdates(_always, math.prod),
+}
+OF_USERS = WholeUpdates(_always, newton_schulz_cost)
+
+
+def definer_of(optimizer: Optimizer, method: str) -> type:
+    """The class that defines `method` of `optimizer`."""
+    return next(c for c in type(optimizer).__mro__ if method in vars(c))
+
+
+def whole_updates(optimizer: Optimizer) -> WholeUpdates | None:
+    """What `optimizer` updates whole; None: nothing."""
+    if getattr(optimizer, "needs_whole_matrix", False):
+        return OF_USERS
+    owner = definer_of(optimizer, "update_step")
+    is_keras = owner.__module__.startswith("keras.")
+    return OF_KERAS.get(owner.__name__) if is_keras else None
+
+
+def place_when_built(optimizer: Optimizer) -> None:
+    """Makes `build` of `optimizer` decide which of its weights have owners."""
+    if not is_replaced(optimizer, "build"):
+        replace(optimizer, "build", functools.partial(_build, optimizer))
+
+
+def _build(optimizer: Any, variables: Sequence[Any]) -> None:
+    shards = getattr(hooks.strategy_of(optimizer).extended, "shards", None)
+    rule = whole_updates(optimizer)
+    build = type(optimizer).build.__get__(optimizer)
+    if optimizer.built or shards is None:
+        build(variables)
+        return
+    owned = owned_by(optimizer, variables)
+    # Another optimizer may have had them: the last one that is built decides.
+    ids = set(map(id, owned))
+    for variable in filter(shard_kind, variables):
+        if id(variable) not in ids:
+            variable.value.owner = None
+    if rule is None:
+        build(variables)
+        return
+    if shards.reducer.transport.is_compiled:
+        raise ConfigurationError(
+            f"The optimizer {type(optimizer).__name__} cannot update shards on a TPU: "
+            "it updates whole matrices, each on one replica, and there one program "
+            "serves all replicas. Use shard='none'."
+        )
+    new = [variable for variable in owned if variable.value.owner is None]
+    costs = [rule.cost(tuple(variable.shape)) for variable in new]
+    for variable, owner in zip(new, assign_owners(costs, shards.loads), strict=True):
+        variable.value.owner = owner
+    build(variables)
+    _place_state(optimizer, variables, owned, shards)
+
+
+def owned_by(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
+    """Those of `variables`, in shards, that `optimizer` updates whole."""
+    rule = whole_updates(optimizer)
+    if rule is None:
+        return []
+    return [v for v in variables if shard_kind(v) and rule.needs(optimizer, v)]
+
+
+def _place_state(
+    optimizer: Any, variables: Sequence[Any], owned: list[Any], shards: Any
+) -> None:
+    """Moves state that `build` created by its own shape (Adafactor's rows and columns)
+    to owners, and moving averages of weights to where the weights are stored."""
+    places = {id(variable): place for place, variable in enumerate(variables)}
+    averages = hooks.averages_of(optimizer) if optimizer.use_ema else []
+    for state in hooks.states_by_weight(optimizer, len(variables)):
+        for variable in owned:
+            slot, layout = state[places[id(variable)]], variable.value.update_layout
+            if not isinstance(slot, keras.Variable) or slot is variable:
+                continue
+            if state is averages:
+                layout = variable.value.layout
+            elif shard_kind(slot) is None:
+                layout = OwnedLayout(tuple(slot.shape), layout.parts, layout.owner)
+            if shard_kind(slot) is None or slot.value.layout != layout:
+                with tf.init_scope(), hooks.strategy_of(optimizer).scope():
+                    value = slot.numpy()
+                    with shards.making(layout):
+                        keras_models.recreate_variable(slot, value)
+
+
+def check_owners(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Refuses weights that `optimizer` needs whole and that have no owner, or that have
+    one for another optimizer."""
+    owned = set(map(id, owned_by(optimizer, variables)))
+    for variable in filter(shard_kind, variables):
+        if (variable.value.owner is not None) != (id(variable) in owned):
+            raise ConfigurationError(
+                f"The optimizer {optimizer.name!r} updates the weight "
+                f"{variable_path(variable)!r} in other shards than the optimizer that "
+                "was built last for it. Use one optimizer for a weight, or compile "
+                "with a new one; create it in `with strategy.scope():`."
+            )
