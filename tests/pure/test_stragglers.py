@@ -70,6 +70,13 @@ def test_a_busy_processor_that_delays_input_more_is_the_cause():
     assert (found.worker, found.cause) == (1, "compute")
 
 
+def test_a_processor_that_is_taken_away_for_some_time_in_most_steps_is_found():
+    late = [0.08, 0.0, 0.04, 0.04, 0.12, 0.0, 0.08, 0.04, 0.12, 0.08]
+    tables = [made(2, 1, "compute", more, steps=1)[0] for more in late]
+    found = Scores(2).slowest(9, tables)
+    assert (found.worker, found.cause) == (1, "compute")
+
+
 def test_equal_workers_and_chance_are_no_stragglers():
     for seed in range(50):
         assert Scores(4).slowest(9, made(4, None, None, 0.0, seed=seed)) is None

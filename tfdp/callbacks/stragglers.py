@@ -33,7 +33,7 @@ class Stragglers(keras.callbacks.Callback):
         lost in a step         the median of b - (the median of the others' b)
 
     The worker with the largest loss is slow if that is a tenth of a step at least, and
-    three of its standard errors (from the median absolute deviation). The cause is the
+    the others wait for it in three steps of four at least. The cause is the
     part by which it exceeds the others most: "input"; "compute", which is gradients,
     update and callbacks, and input with `steps_per_execution` above 1; or "link", over
     which it sends. It is "compute" from a third of the largest on: a busy processor
@@ -52,7 +52,7 @@ class Stragglers(keras.callbacks.Callback):
         strategy that is not tfdp's or of a TPU, between hosts without sockets, with
         `Communication(min_hosts=...)`, `sync=...` or `run_eagerly=True`.
 
-    Cost: about 0.15 ms of processor time in a step (0.5% of 30 ms), and 28 bytes per
+    Cost: about 0.2 ms of processor time in a step (0.5% of 40 ms), and 28 bytes per
     worker in the first bucket (with `wire_dtype` or `shard`, in an exchange of their
     own). From 3 workers on they move where others begin to add, which changes last
     bits. The step is retraced when training begins and ends; Keras waits for each batch
