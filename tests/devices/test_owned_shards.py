@@ -8,8 +8,7 @@ from tests.devices.test_engines import SETTINGS, replicate
 from tests.support.parity import make_strategy
 from tfdp.plan.shards import OwnedLayout, ShardLayout
 
-# Sizes that do not divide, one smaller than a group, an owner of several, and in two of
-# the engines' buckets: so uneven that whole rows would be mostly padding, and even.
+# Sizes that do not divide, and one smaller than a group.
 SHAPES = [(5, 3), (2, 1), (7,), (4, 6), (3, 3), (3, 3)]
 
 
@@ -22,14 +21,15 @@ def layouts_of(parts, owners):
     ]
 
 
+# Who owns each; None: flat shards. With one owner, rows would be mostly padding.
 OWNERS = {
     "mixed": [1, None, 0, None, 2, 3],
     "one-owner": [1, 1, 1, 1, 1, 1],
-    "even": [0, None, None, None, None, None],
+    "one-of-six": [0, None, None, None, None, None],
 }
 
 
-@pytest.mark.quick
+@pytest.mark.worth_seconds(4)
 @pytest.mark.parametrize("replicas, options", SETTINGS)
 @pytest.mark.parametrize("owners", OWNERS)
 def test_sums_reach_owners_and_come_back_to_all(replicas, options, owners):
