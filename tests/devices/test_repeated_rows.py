@@ -11,7 +11,12 @@ import tfdp
 from tests.devices.test_engines import SETTINGS, replicate
 from tests.support.conformance import replicas_of
 from tests.support.conformance_table import OPTIMIZERS
-from tests.support.parity import UNIT_ROUND_OFF, largest_difference, make_strategy
+from tests.support.parity import (
+    UNIT_ROUND_OFF,
+    largest_difference,
+    largest_distance,
+    make_strategy,
+)
 from tfdp.chain.table_rows import sums_repeated_rows
 from tfdp.errors import ConfigurationError
 from tfdp.exchange import sparse
@@ -312,3 +317,63 @@ def test_it_is_refused_where_replicas_train_alone():
 def test_what_is_no_such_word_is_refused():
     with pytest.raises(ConfigurationError, match="'auto' or 'sum'. Received: 'none'"):
         tfdp.Communication(repeated_rows="none")
+
+
+class WithPositions(keras.layers.Layer):
+    """Adds a row for each place of a sequence, as transformers do."""
+
+    def __init__(self, places_of):
+        super().__init__()
+        self.words = keras.layers.Embedding(WORDS, WIDTH)
+        self.places = keras.layers.Embedding(WORDS, WIDTH)
+        self.places_of = places_of
+
+    def build(self, shape):
+        self.words.build(shape)
+        self.places.build(shape)
+
+    def call(self, words):
+        return self.words(words) + self.places(self.places_of(words))
+
+
+@pytest.mark.parametrize("rows", [32, 17], ids=["even", "a replica without rows"])
+@pytest.mark.parametrize(
+    "places_of",
+    [
+        lambda words: keras.ops.arange(words.shape[1]),
+        lambda words: tf.range(tf.shape(words)[1]) % 3,
+    ],
+    ids=["each once", "some several times"],
+)
+def test_rows_of_positions_are_those_of_one_device(places_of, rows):
+    """Their indices are equal on all replicas, so Adam must square the sums."""
+
+    def weights(strategy):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model = keras.Sequential(
+                [keras.Input((5,), dtype="int32"), WithPositions(places_of)]
+            )
+            model.add(keras.layers.Dense(3))
+            model.compile(
+                keras.optimizers.Adam(0.01, epsilon=1e-3, global_clipnorm=0.1), "mse"
+            )
+        rng = np.random.default_rng(0)
+        words = rng.integers(0, 30, (rows, 5)).astype("int32")
+        model.fit(
+            words,
+            rng.normal(size=(rows, 5, 3)).astype("float32"),
+            batch_size=16,
+            epochs=2,
+            shuffle=False,
+            verbose=0,
+        )
+        return [weight.numpy() for weight in model.trainable_variables]
+
+    alone = weights(tf.distribute.get_strategy())
+    # A gradient is a sum of 16 rows of 5 places and 3 units, so two orders differ by
+    # 2 (16 * 5 + 3) u of it at most. Adam's update is 0.01 g / (|g| + 1e-3) at first,
+    # with a slope of 10 at g = 0; clipped gradients are below 0.1, in 4 updates.
+    bound = 4 * 10 * 0.1 * 2 * (16 * 5 + 3) * UNIT_ROUND_OFF
+    found = weights(make_strategy(2))
+    assert largest_distance(found, alone) < bound

@@ -62,11 +62,16 @@ def chain_of(reduction: Reduction) -> list[Stage]:
         from tfdp.chain.shards import Shards
 
         chain.append(Shards(extended.shards))
+    has_rows = any(isinstance(one, tf.IndexedSlices) for one in reduction.gradients)
+    if has_rows and not run.is_of_one:
+        from tfdp.chain.table_rows import SameRows
+
+        chain.append(SameRows())
     if run.has_dummy_rows and not run.trace(rank).sums_own_parts:
         from tfdp.chain.missing_rows import MissingRows
 
         chain.append(MissingRows())
-    if any(isinstance(one, tf.IndexedSlices) for one in reduction.gradients):
+    if has_rows:
         from tfdp.chain.table_rows import Rows
 
         chain.append(Rows())

@@ -28,6 +28,8 @@ from tfdp.chain.reduction import Reduction, Stage
 from tfdp.exchange.sparse import SMALL_TABLE_BYTES, merge_rows
 from tfdp.lint.op_kinds import gives_each_once, may_call
 from tfdp.lint.registry import is_of_graph
+from tfdp.lint.values import Term
+from tfdp.tracing.run import Step
 
 INDEX_BYTES = 4  # Keras looks words up by int32
 
@@ -162,6 +164,41 @@ def has_rows_once(gradient: Any) -> bool:
     if not is_rows or not is_of_graph(gradient.indices):
         return False
     return gives_each_once(gradient.indices)
+
+
+class SameRows(Stage):
+    """Adds rows whose indices are equal on all replicas, such as those of positions.
+
+    Their indices do not depend on the batch, so one device's gradient has each of them
+    as often as a replica's: rows are added place by place, and travel in buckets.
+    """
+
+    def before(self, reduction: Reduction) -> None:
+        self._rows = {
+            place: gradient
+            for place, gradient in enumerate(reduction.gradients)
+            if has_same_rows(gradient, reduction.run, reduction.rank)
+        }
+        for place, gradient in self._rows.items():
+            reduction.gradients[place] = tf.convert_to_tensor(gradient.values)
+
+    def after(self, reduction: Reduction) -> None:
+        for place, gradient in self._rows.items():
+            reduction.gradients[place] = tf.IndexedSlices(
+                reduction.gradients[place], gradient.indices, gradient.dense_shape
+            )
+
+
+def has_same_rows(gradient: Any, run: Step, rank: Any) -> bool:
+    """Whether the rows of `gradient` have equal indices on all replicas."""
+    is_rows = isinstance(gradient, tf.IndexedSlices)
+    if not is_rows or not is_of_graph(gradient.indices):
+        return False
+    # Replicas exchange values of one shape.
+    if not gradient.values.shape.is_fully_defined():
+        return False
+    value = run.analysis(rank).value(gradient.indices)
+    return not value.local and value.terms <= {Term.CONSTANT, Term.REPLICATED}
 
 
 class Rows(Stage):

@@ -36,6 +36,7 @@ from tfdp._private.keras_models import (
 )
 from tfdp._private.names import current_rank
 from tfdp._private.optimizer_hooks import variables_built_with
+from tfdp.chain.table_rows import has_same_rows
 from tfdp.errors import ConfigurationError
 from tfdp.lint.registry import register_exchanged
 from tfdp.seams.replace import Override, around, instance_attributes
@@ -93,7 +94,14 @@ def _apply(
         # Accumulators of the step hold gradients of earlier, real rows; and what it has
         # summed over replicas itself depends on the rows of all.
         is_of_others = linear_sources(run, rank, [gradient], stored)
-        if not (is_of_others or is_of_all_replicas(run, rank, gradient)):
+        if is_of_others or is_of_all_replicas(run, rank, gradient):
+            continue
+        if has_same_rows(gradient, run, rank):  # added place by place
+            values = run.own_gradient(rank, gradient.values)
+            own[place] = tf.IndexedSlices(
+                values, gradient.indices, gradient.dense_shape
+            )
+        else:
             own[place] = run.own_gradient(rank, gradient)
     with run.summing_own_parts(rank):
         return apply(own, trainable_variables)
