@@ -5,8 +5,8 @@ import tensorflow as tf
 
 
 class LateReference:
-    """w_(t+1) = w_t - opt(g_(t-d)(w_(t-d))) with a Keras optimizer, and moving
-    statistics that get the mean change over rows as late.
+    """w_(t+1) = w_t - opt(g_(t-d)(w_(t-d))) with a Keras optimizer; the state of layers
+    is that of the step whose gradients are applied, the mean over rows.
 
     Args:
       model: not under a strategy.
@@ -46,22 +46,21 @@ class LateReference:
             rows += counted
         for variable, value in zip(state, start, strict=True):
             variable.assign(value)
-        changes = [n - s for n, s in zip(now, start, strict=True)]
-        self.waiting.append(([total / rows for total in totals], changes))
+        self.waiting.append(([total / rows for total in totals], now))
         self.apply(self.take(len(self.waiting)))
 
     def apply(self, count):
         for _ in range(count):
-            gradients, changes = self.waiting.pop(0)
+            gradients, values = self.waiting.pop(0)
             if self.scales and not all(np.isfinite(g).all() for g in gradients):
                 self.skipped += 1
             else:
                 own = [tf.constant(g, tf.float32) for g in gradients]
                 self.optimizer.apply(own)
-            for variable, change in zip(
-                self.model.non_trainable_variables, changes, strict=True
+            for variable, value in zip(
+                self.model.non_trainable_variables, values, strict=True
             ):
-                variable.assign_add(change)
+                variable.assign(value)
 
     def end_epoch(self):
         self.apply(len(self.waiting))

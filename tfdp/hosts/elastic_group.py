@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tfdp.errors import WorkerLostError
+from tfdp.errors import ConfigurationError, WorkerLostError
 from tfdp.hosts.elastic_all_reduce import OuterAllReduce
 from tfdp.hosts.elastic_join import (
     Bootstrap,
@@ -105,6 +105,7 @@ class ElasticHosts:
         )
         self._to_give: list[Peer] = []
         self._quorum: QuorumRounds | None = None
+        self._quorum_rules: QuorumRules | None = None
         #: Updates that this host left out; see `meet_quorum`.
         self.skipped_updates = 0
         self._ended = threading.Event()
@@ -209,8 +210,20 @@ class ElasticHosts:
 
     def begin_quorum(self, rules: QuorumRules, like: Arrays) -> None:
         """Before `meet_quorum`: sets rules and the shapes of arrays; the same again has
-        no effect."""
+        no effect.
+
+        Raises:
+          ConfigurationError: for the rules of another optimizer.
+        """
+        if self._quorum_rules not in (None, rules):
+            raise ConfigurationError(
+                "A second model is trained with DiLoCo(quorum=...) or "
+                "BackupWorkers(...) in one process, and hosts keep the rounds of the "
+                "first. Train each such model in a job of its own, or use DiLoCo "
+                "without a quorum."
+            )
         if self._quorum is None:
+            self._quorum_rules = rules
             from tfdp.hosts import elastic_quorum
 
             own = self._group, rules, like, self._say

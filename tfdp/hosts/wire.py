@@ -281,6 +281,6 @@ class Receiver:
 
 def as_bytes(data: np.ndarray | bytes | memoryview) -> memoryview:
     """The memory of `data` as bytes (bfloat16 does not export a buffer)."""
-    if not isinstance(data, np.ndarray):
+    if not isinstance(data, (np.ndarray, np.generic)):  # TensorFlow passes numbers
         return memoryview(data)
-    return data.reshape(-1).view(np.uint8).data
+    return np.reshape(data, -1).view(np.uint8).data

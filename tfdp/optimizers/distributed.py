@@ -195,7 +195,8 @@ class DistributedOptimizer(hooks.LossScaleHooks):
         if not self.built:
             build_before_step(self, list(trainable_variables))
         _check_place(self)
-        if self.sync is not None and self.sync.trains_locally:
+        sync = self.sync
+        if sync is not None and (sync.trains_locally or self._rounds is None):
             refuse_outside_of_fit(self)
         variables = list(trainable_variables or hooks.variables_built_with(self))
         refuse_overwritten(variables, type(self).__name__)

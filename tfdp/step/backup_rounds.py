@@ -67,6 +67,14 @@ class BackupRounds(LocalTraining):
         #: By rank, in the trace: the means to apply, and the state at their end.
         self._due: dict[Any, tuple[list[tf.Tensor], list[LocalView]]] = {}
 
+    @property
+    def _rate(self) -> LocalView | None:
+        """The learning rate, which callbacks may set on each host at another update:
+        all hosts use the mean of those that came. None: a schedule's."""
+        inner = getattr(self._optimizer, "inner_optimizer", self._optimizer)
+        rate = getattr(inner.learning_rate, "value", None)
+        return rate if isinstance(rate, LocalView) else None
+
     def _state_of_host(self) -> list[LocalView]:
         own = [variable.value for variable in self._optimizer.variables]
         found = [*self._weights, *self._layer_state]
@@ -76,6 +84,13 @@ class BackupRounds(LocalTraining):
     def keep_layer_state(self, variables: Sequence[Any]) -> None:
         """The state of layers, which has no local values here."""
         self._layer_state = [one for one in variables if isinstance(one, LocalView)]
+        moves = [one for one in self._layer_state if one.dtype.is_floating]
+        if moves and getattr(self._optimizer, "accumulate_steps", 1) > 1:
+            raise ConfigurationError(
+                "sync=BackupWorkers(...) sends the state of layers with each update, "
+                f"and with accumulate_steps {moves[0].name!r} moves in between. Leave "
+                "out accumulate_steps, or use layers without such state."
+            )
 
     def before_step(self, run: Step) -> None:
         if run.guard is not None or run.stages:
@@ -85,6 +100,11 @@ class BackupRounds(LocalTraining):
                 "count all hosts. Leave them out, or sync."
             )
         self._run = run
+        run.refuses_late_state = (
+            "sync=BackupWorkers(...) sends the state of layers with the gradients, and "
+            "this step stores {name!r} after its update. Store it before, or leave out "
+            "sync."
+        )
         self._elastic.before_step()
 
     def synchronize_layer_state(self, run: Step, rank: int) -> None:
@@ -110,6 +130,9 @@ class BackupRounds(LocalTraining):
             for total, variable in zip(sums, variables, strict=True)
         ]
         values += [own_copy(variable, rank).read_value() for variable in state]
+        rate = self._rate
+        if rate is not None:
+            values.append(tf.reshape(own_copy(rate, rank).read_value(), [1]))
         self._pipeline.begin_quorum(self._rules, values)
         count = own_copy(self._updates, rank).read_value() + 1
         means, numbers = self._pipeline.meet_quorum(count, weight, values, rank)
@@ -140,8 +163,11 @@ class BackupRounds(LocalTraining):
         def one(means: list[tf.Tensor]) -> None:
             for place, mean in zip(places, means, strict=False):
                 gradients[place] = mean
+            if self._rate is not None:
+                own = own_copy(self._rate, rank)
+                own.assign(tf.reshape(means[-1], own.shape))
             update()
-            for variable, mean in zip(state, means[len(places) :], strict=True):
+            for variable, mean in zip(state, means[len(places) :], strict=False):
                 own_copy(variable, rank).assign(mean)
             own_copy(self._updates, rank).assign_add(1)
 

@@ -33,9 +33,11 @@ from tfdp.tracing.trace_order import describe_sum
 
 def with_synchronized_buffers(step: Callable, run: Step) -> Callable:
     """Wraps `step` to all-reduce, at its end, the buffers that are still local."""
-    if tf.executing_eagerly() or run.replicas == 1 or run.is_local:
+    if tf.executing_eagerly() or run.is_local:
         return step
-    run.synchronizes_at_end = True
+    if run.replicas == 1 and not run.refuses_late_state:
+        return step
+    run.synchronizes_at_end = run.replicas > 1
 
     @library_code
     @functools.wraps(step)
@@ -45,6 +47,9 @@ def with_synchronized_buffers(step: Callable, run: Step) -> Callable:
         if not isinstance(rank, int):
             return result
         late = run.take_local_state(rank)
+        if late and run.refuses_late_state:
+            name = late[0].name
+            raise ConfigurationError(run.refuses_late_state.format(name=name))
         if run.late_buffers is None:
             # Decided once for all replicas: if they decided differently, they'd hang.
             ids = {id(variable) for variable in late} - run.own_sums

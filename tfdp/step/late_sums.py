@@ -3,7 +3,7 @@
 In the step with number c a host
 
     begins    the sum over the hosts of W_h g_h, of W_h (the weight of its batch), and
-              of what its layers added to moving statistics, by rows
+              of the state of its layers, by rows
     takes     sums of earlier steps, in their order (`LateQueue.take_due`)
     updates   once by each: g = sum of W_h g_h / sum of W_h
 
@@ -121,6 +121,12 @@ class LateUpdates(LocalTraining):
                 f"sync={self.sync!r} that update is made some steps later, by all "
                 "hosts. Leave the callback out, or sync."
             )
+        if rank in self._begun:
+            raise ConfigurationError(
+                f"The optimizer {self._optimizer.name!r} is applied twice in a step, "
+                f"and with sync={self.sync!r} a step has one sum of gradients. Apply "
+                "all gradients together, or leave out sync."
+            )
         self._take_state(run, rank)
         scale, parts = self._scale(), []
         for gradient in gradients:
@@ -137,8 +143,7 @@ class LateUpdates(LocalTraining):
         if weight is not None and getattr(self._optimizer, "accumulate_steps", 1) > 1:
             rows = own_weight  # that of all micro-steps
         state = [
-            addend(v.local_copy(rank) - v.outer_copy(rank), rows)
-            for v in self._layer_state
+            addend(v.local_copy(rank).read_value(), rows) for v in self._layer_state
         ]
         state = [tf.cast(value, _wide(value.dtype)) for value in state]
         places = [variable_index(self._optimizer, one) for one in variables]
@@ -201,11 +206,11 @@ class LateUpdates(LocalTraining):
             reduction.gradients[at] = tf.cast(mean, reduction.variables[at].dtype)
         update()
         for variable, place in zip(self._layer_state, state, strict=True):
-            change = tf.math.divide_no_nan(
-                sums[place], tf.cast(rows, sums[place].dtype)
-            )
+            total = sums[place]
+            mean = tf.math.divide_no_nan(total, tf.cast(rows, total.dtype))
             outer = variable.outer_copy(reduction.rank)
-            outer.assign_add(tf.cast(change, outer.dtype))
+            kept = outer.read_value()
+            outer.assign(tf.where(rows > 0, tf.cast(mean, outer.dtype), kept))
         return tf.constant(True)
 
     def _taken(self, number: int, places: Sequence[int]) -> dict[int, tf.Tensor]:
