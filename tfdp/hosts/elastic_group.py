@@ -215,7 +215,8 @@ class ElasticHosts:
         Raises:
           ConfigurationError: for the rules of another optimizer.
         """
-        if self._quorum_rules not in (None, rules):
+        # By identity: each optimizer makes its own.
+        if self._quorum_rules is not None and self._quorum_rules is not rules:
             raise ConfigurationError(
                 "A second model is trained with DiLoCo(quorum=...) or "
                 "BackupWorkers(...) in one process, and hosts keep the rounds of the "

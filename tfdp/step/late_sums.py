@@ -89,6 +89,8 @@ class LateUpdates(LocalTraining):
             self._add_place(place, (), tf.float32)
         #: By replica, while a step is traced: the start of its sum, and its places.
         self._begun: dict[int, tuple[tf.Tensor, list[int]]] = {}
+        #: By replica, the last step that was traced.
+        self._begun_in: dict[int, Step] = {}
         self._places = list(range(len(self._variables)))
         _all.add(self)
         replace_for_good(EPOCH_ITERATOR, "catch_stop_iteration", _at_ends_of_loops)
@@ -121,7 +123,8 @@ class LateUpdates(LocalTraining):
                 f"sync={self.sync!r} that update is made some steps later, by all "
                 "hosts. Leave the callback out, or sync."
             )
-        if rank in self._begun:
+        before, self._begun_in[rank] = self._begun_in.get(rank), run
+        if before is run:
             raise ConfigurationError(
                 f"The optimizer {self._optimizer.name!r} is applied twice in a step, "
                 f"and with sync={self.sync!r} a step has one sum of gradients. Apply "
