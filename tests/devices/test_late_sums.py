@@ -291,6 +291,63 @@ def test_what_has_no_late_sums_is_refused(communication, options, words):
         model.fit(*regression_data(24), verbose=0, **options)
 
 
+class AppliedTwice(keras.Model):
+    """Two updates in a step, of different variables."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
+        variables = self.trainable_variables
+        gradients = tape.gradient(loss, variables)
+        self.optimizer.apply(gradients[:1], variables[:1])
+        self.optimizer.apply(gradients[1:], variables[1:])
+        return {"loss": loss}
+
+
+def test_a_step_has_one_sum():
+    """The second one of a step would take the place of the first in the queue."""
+
+    def build():
+        x = keras.Input((5,))
+        return AppliedTwice(x, keras.layers.Dense(1)(x))
+
+    model = compiled(DELAYED(1), build)
+    with pytest.raises(ConfigurationError, match="applied twice in a step"):
+        model.fit(*regression_data(24), verbose=0)
+
+
+class Largest(keras.layers.Layer):
+    """Stores a constant, and the largest number of steps so far."""
+
+    def build(self, shape):
+        zeros = {"shape": (1,), "initializer": "zeros", "trainable": False}
+        self.constant, self.most = (
+            self.add_weight(name=name, **zeros) for name in ("constant", "most")
+        )
+
+    def call(self, x, training=False):
+        if training:
+            self.constant.assign([7.0])
+            self.most.assign(keras.ops.maximum(self.most, 5.0))
+        return x
+
+
+@pytest.mark.parametrize("sync", [DELAYED(1), DELAYED(2)])
+def test_state_that_is_set_is_set(sync):
+    """Sums of its changes would be 14, or 21: each step sees the same old value."""
+
+    def build():
+        keras.utils.set_random_seed(3)
+        return keras.Sequential([keras.Input((5,)), Largest(), keras.layers.Dense(1)])
+
+    model = compiled(sync, build)
+    model.fit(*regression_data(48), batch_size=8, verbose=0)
+    layer = model.layers[0]
+    # Means of equal numbers by rows: one rounding of float32 each.
+    np.testing.assert_allclose([layer.constant[0], layer.most[0]], [7, 5], rtol=1e-6)
+
+
 def test_tables_of_embeddings_travel_dense():
     """Rows that repeat, and rows of one host only."""
 

@@ -103,6 +103,35 @@ def test_what_counts_all_hosts_is_refused_beside_spare_ones(strategy):
         model.fit(np.ones((8, 5)), np.ones((8, 1)), verbose=0)
 
 
+class StoresLate(keras.Sequential):
+    """Normalizes once more after its update."""
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        self(data[0], training=True)
+        return logs
+
+
+@pytest.mark.parametrize(
+    "kind, steps, words",
+    [
+        (keras.Sequential, 2, "accumulate_steps .* moves in between"),
+        (StoresLate, 1, "stores .*moving_mean.* after its update"),
+    ],
+)
+def test_state_that_spare_hosts_would_not_send_is_refused(strategy, kind, steps, words):
+    with strategy.scope():
+        model = kind([keras.Input((5,)), keras.layers.BatchNormalization()])
+        optimizer = tfdp.DistributedOptimizer(
+            keras.optimizers.SGD(),
+            sync=tfdp.sync.BackupWorkers(spare=1),
+            accumulate_steps=steps,
+        )
+        model.compile(optimizer, "mse", jit_compile=False)
+    with pytest.raises(ConfigurationError, match=words):
+        model.fit(np.ones((8, 5)), np.ones((8, 5)), verbose=0)
+
+
 def test_no_spare_host_is_plain_training_bit_for_bit():
     x = np.random.default_rng(3).normal(size=(24, 5)).astype("float32")
     found = []

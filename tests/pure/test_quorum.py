@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from tfdp.errors import CollectiveError, WorkerLostError
+from tfdp.errors import CollectiveError, ConfigurationError, WorkerLostError
 from tfdp.hosts.elastic_all_reduce import weighted_mean_of
 from tfdp.hosts.elastic_group import GIVES, LEFT_OUT, MET, ElasticHosts
 from tfdp.hosts.quorum_values import QuorumRules
@@ -238,3 +238,11 @@ def test_rounds_that_no_host_sends_are_a_value_error(change):
 
     with group(2) as (hosts, _), pytest.raises(ValueError):
         hosts[1].hosts._quorum._read_rounds(Wire())
+
+
+def test_rounds_of_a_second_optimizer_are_refused():
+    """It would get the first one's rounds."""
+    with group(1) as (hosts, _):
+        other = QuorumRules(2, 0.0, 10, 2)
+        with pytest.raises(ConfigurationError, match="A second model"):
+            hosts[0].hosts.begin_quorum(other, [np.zeros(3, np.float32)])

@@ -16,3 +16,6 @@ class StandInLivingHosts:
     def exchange_state(self, arrays):
         """Nobody has another one."""
         return list(arrays)
+
+    def begin_quorum(self, rules, like):
+        """No other host comes to a round."""

@@ -7,7 +7,7 @@ plus pauses at random times. Policies differ in what the next step waits for:
     Delayed, BoundedStaleness  the sum of the step `steps` before
     BackupWorkers              the first workers - spare gradients of this step
     DiLoCo                     the first `quorum` workers, once per round
-    Asynchronous               nothing
+    asynchronous               nothing
 
 Events are simulated with random numbers of a fixed seed. A late worker's computation is
 not stopped, as in tfdp. Chen et al. (2016), "Revisiting distributed synchronous SGD",
@@ -260,6 +260,5 @@ def compare_policies(cluster: Cluster) -> list[Waited]:
         f"DiLoCo(every={ROUND}, quorum={one_less})": lambda name: first_ones(
             cluster, name, spare=1, every=ROUND
         ),
-        "Asynchronous()": lambda name: asynchronous(cluster, name),
     }
     return [predict(name) for name, predict in rounds.items()]
