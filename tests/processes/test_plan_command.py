@@ -32,9 +32,10 @@ def test_a_script_in_a_memory_that_is_too_small(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT, "utf-8")
     page, values = tmp_path / "plan.html", tmp_path / "plan.json"
-    options = ["--batch", 32, "--memory", "1 MB", "--page", page, "--json", values]
+    options = ["--batch", 512, "--memory", "1 MB", "--page", page, "--json", values]
     done = plan(script, *options)
-    # 65,000 weights and Adam's two slots: 780 kB before the first activation.
+    # 65,000 weights and Adam's two slots: 780 kB; a batch of 2.2 MB, twice as much as
+    # the accumulators that halve it.
     assert done.returncode == 1, done.stdout + done.stderr
     assert "It does not fit in 1.0 MB" in done.stdout
     assert "gradient_accumulation_steps=2" in done.stdout
