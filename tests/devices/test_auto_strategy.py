@@ -219,7 +219,7 @@ def test_options_between_hosts_have_no_effect_on_a_tpu(monkeypatch):
 
 @pytest.mark.worth_seconds(10)
 def test_hosts_that_train_apart_are_one_host(monkeypatch, capfd):
-    """On one host the script of docs/communication.md trains as without `sync`."""
+    """On one host the script of docs/local-sgd.md trains as without `sync`."""
     monkeypatch.setattr(FirstFit, "_said", set())
     draw = np.random.default_rng(3)
     x, y = (draw.standard_normal((24, n)).astype("float32") for n in (3, 1))

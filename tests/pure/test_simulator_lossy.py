@@ -145,7 +145,7 @@ def test_a_table_is_in_no_bucket_and_has_an_exchange_of_its_own():
     assert [bucket.indices for bucket in sharded.buckets] == [(1,), (0,)]
 
 
-# docs/communication.md: images a second of both, two hosts of a core each over 1
+# benchmarks/figures.md: images a second of both, two hosts of a core each over 1
 # Gbit/s, and the GB/s of one core then. Without sums 113.6 ms (benchmarks/figures.md).
 STEPS = {
     None: (160, None),

@@ -69,7 +69,7 @@ class DistributedOptimizer(hooks.LossScaleHooks):
       initial_scale: the first loss scale, above 0.
       dynamic_growth_steps: finite updates until the scale doubles.
       sync: a value of `tfdp.sync`. `LocalSGD` or `DiLoCo`: replicas make many updates
-        independently before they synchronize; see docs/communication.md. `Delayed` or
+        independently before they synchronize; see docs/local-sgd.md. `Delayed` or
         `BoundedStaleness`: updates are by the gradients of earlier steps.
         `BackupWorkers`: updates do not wait for late hosts. For these three see
         docs/stragglers.md. None: all replicas synchronize in every update.

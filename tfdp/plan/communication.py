@@ -87,7 +87,7 @@ class Communication:
         Short for `compression=tfdp.compression.Cast(...)`.
       compression: one of `tfdp.compression`, which sends gradients in fewer bytes; None
         for none. Integers, float64, slices of embeddings, biases, scales, and other
-        values are sent uncompressed. docs/communication.md compares the methods.
+        values are sent uncompressed. docs/compression.md compares the methods.
       compression_across: `"hosts"`: replicas of a host add exactly, as always, and
         traffic between hosts is compressed. `"replicas"`: traffic between replicas of
         this process is, to see on one machine how a method affects training.

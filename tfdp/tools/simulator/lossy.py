@@ -23,7 +23,7 @@ MOST_THAT_GATHER = 2
 # most 9.4 MB each.
 LARGE_BYTES = 2**24
 # Seconds of one core per byte of gradients to add and store the residual and check for
-# non-finite values. Fitted to three steps of docs/communication.md (Int8, SignSGD and
+# non-finite values. Fitted to three steps of benchmarks/figures.md (Int8, SignSGD and
 # PowerSGD over 1 Gbit/s: 0.7, 0.6 and 0.8 ns).
 KEEPING = 0.7e-9
 
