@@ -56,6 +56,17 @@ def test_every_page_but_the_notes_is_in_the_site():
     assert sorted(told) == sorted(map(name_of, on_site))
 
 
+def test_an_entry_of_the_navigation_has_the_title_of_its_page():
+    text = REPOSITORY.joinpath("mkdocs.yml").read_text("utf-8")
+    entries = re.findall(r"^ +- (.+): (\S+\.md)$", text[text.index("nav:") :], re.M)
+    titles = {
+        path: re.search(r"^# (.*)$", (REPOSITORY / path).read_text("utf-8"), re.M)[1]
+        for _, path in entries
+    }
+    assert entries
+    assert [each for each in entries if titles[each[1]] != each[0]] == []
+
+
 def test_broken_links_are_seen(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
