@@ -8,7 +8,7 @@ For each Python, TensorFlow and Keras an environment of its own is made in a fol
 stays (`--folder`), with the other packages as pinned where TensorFlow and Keras allow
 it. What runs is the tier `quick` and the whole framework contract. Each result is kept
 with its commit: a second run does what is not there yet. The last lines are the rows of
-the table in docs/status.md.
+the table in docs/notes/versions.md.
 """
 
 import argparse
