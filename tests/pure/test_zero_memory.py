@@ -1,4 +1,4 @@
-"""The table of ZeRO's memory in docs/notes/planned-memory.md, against the paper and its formula."""
+"""ZeRO's memory in docs/notes/planned-memory.md: the paper's table and formula."""
 
 import pytest
 
