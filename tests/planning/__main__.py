@@ -1,4 +1,4 @@
-"""The table of docs/planning.md: each case in a fresh process, one at a time.
+"""The table of docs/notes/planned-memory.md: each case in a fresh process, in turn.
 
     python -m tests.planning --out out/planning.jsonl --minutes 30
     python -m tests.planning --out out/planning.jsonl --rounds 3 --jobs 2

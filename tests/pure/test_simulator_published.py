@@ -6,7 +6,7 @@ from tests.support.package_source import REPOSITORY
 from tfdp.tools.simulator.known import MODELS
 from tfdp.tools.simulator.published import POINTS
 
-PAGE = REPOSITORY.joinpath("docs", "planning.md").read_text("utf-8")
+PAGE = REPOSITORY.joinpath("docs", "step-time.md").read_text("utf-8")
 WITHIN = 0.10
 # What the simulator leaves out makes it too fast; see the comment at these points.
 KNOWN_MISSES = {"Llama 3 405B, 8,192 H100": 0.22, "Llama 3 405B, 16,384 H100": 0.20}

@@ -1,11 +1,11 @@
-"""The table of ZeRO's memory in docs/planning.md, against the paper and its formula."""
+"""ZeRO's memory in docs/notes/planned-memory.md: the paper's table and formula."""
 
 import pytest
 
 from tests.support.package_source import REPOSITORY
 from tfdp.plan.shards import SHARD_STAGES
 
-PAGE = REPOSITORY.joinpath("docs", "planning.md").read_text("utf-8")
+PAGE = REPOSITORY.joinpath("docs", "notes", "planned-memory.md").read_text("utf-8")
 # Bytes for each weight: weight, gradient, optimizer state. The paper's Adam keeps a
 # float32 copy of its 16-bit weights; Keras' weights are float32 under every policy.
 MIXED_ADAM = (2, 2, 12)

@@ -1,4 +1,4 @@
-"""What the fault of one host costs the others, in seconds: a table for docs/faults.md.
+"""Seconds that one host's fault costs the others: a table for docs/notes/faults.md.
 
     python -m tests.support.living_table FOLDER
 

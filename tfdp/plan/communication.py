@@ -98,10 +98,10 @@ class Communication:
         travel. `"sum"`: always add them, to send less; the update is then that of the
         same matrix behind a one-hot encoding, as with `shard=`, on any number of
         replicas, one included. docs/exceptions.md has the differences.
-      min_hosts: the number of hosts with which a training with `sync=` (docs/faults.md)
-        continues when others die; they may return. From 1 to the number of hosts; more
-        than half rules out that both parts of a partitioned network continue. None: the
-        loss of a host ends the training.
+      min_hosts: the number of hosts with which a training with `sync=` continues when
+        others die; they may return (docs/elastic.md). From 1 to the number of hosts;
+        more than half rules out that both parts of a partitioned network continue.
+        None: the loss of a host ends the training.
       checksum: True adds a CRC32C to each block sent over sockets, which ends the
         training before a corrupted block is added; `engine="auto"` is then `"sockets"`.
         Shared memory has none; exchanges of hosts that may die (`min_hosts`) always
