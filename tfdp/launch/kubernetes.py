@@ -115,7 +115,8 @@ def manifest(
     # Kubernetes replaces $(NAME) by a variable, and $$ by $.
     command = [word.replace("$", "$$") for word in program.command("python")]
     worker = _container(image, command, variables, name, port)
-    worker |= {"resources": fields} if (fields := resources.fields()) else {}
+    if fields := resources.fields():
+        worker["resources"] = fields
     spec = _pod(worker, grace_seconds, _mounts(resources.gpus, volumes))
     secret = _object(
         *("v1", "Secret", name),

@@ -57,8 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     replicas = "of each worker (default: its GPUs, or a logical CPU for each core)"
     count("--replicas", metavar="R", help=replicas)
     lossy = f"also try these, which change the numbers: {', '.join(LOSSY)}"
-    names = {"choices": LOSSY, "nargs": "+", "default": [], "metavar": "NAME"}
-    add("--allow-lossy", help=lossy, **names)
+    names = partial(add, choices=LOSSY, nargs="+", default=[])
+    names("--allow-lossy", metavar="NAME", help=lossy)
     add(
         "--memory",
         metavar="SIZE",
