@@ -17,7 +17,9 @@ from tfdp.cluster.launchers import DEFAULT_PORT
 from tfdp.cluster.progress import START_AGAIN
 from tfdp.hosts import mpi_link
 from tfdp.launch.kubernetes import GRACE_SECONDS
+from tfdp.launch.output import WorkerLogs
 from tfdp.tools.commands import check, cli, plan
+from tfdp.tools.runs.run_file import name_of_file
 from tfdp.tools.selftest import command as selftest
 
 PAGE = REPOSITORY.joinpath("docs", "operations.md").read_text("utf-8")
@@ -74,6 +76,14 @@ def test_the_exit_codes_are_those_of_the_code():
     assert (check.HOLDS, check.FAILS, plan.FITS, plan.DOES_NOT_FIT) == (0, 1, 0, 1)
     assert (selftest.ALL_RIGHT, selftest.SOME_WRONG) == (0, 1)
     assert f"{GRACE_SECONDS:g} s" in section("Kubernetes")
+
+
+def test_the_logs_have_the_names_of_the_code(tmp_path):
+    WorkerLogs(str(tmp_path)).of(7).close()
+    [log] = tmp_path.iterdir()
+    names = {log.name, name_of_file(7)}
+    assert len(names) == 2
+    assert all(f"FOLDER/{n.replace('7', 'RANK')}`" in section("Logs") for n in names)
 
 
 # --- the image
