@@ -61,7 +61,7 @@ site: $(SITE_VENV)/.installed
 	rm -rf out/site-source out/site
 	mkdir -p out/site-source
 	cp -r README.md CONTRIBUTING.md CHANGELOG.md CITATION.cff LICENSE constraints.txt \
-	  docs examples out/site-source
+	  docs examples deploy out/site-source
 	rm -r out/site-source/docs/notes
 	NO_MKDOCS_2_WARNING=1 $(SITE_VENV)/bin/mkdocs build --strict
 

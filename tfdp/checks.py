@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import math
 import numbers
 from collections.abc import Callable, Iterable
@@ -47,7 +48,23 @@ def check_one_of(name: str, value: object, allowed: Iterable[str]) -> None:
         listed = ", ".join(map(repr, texts))
         raise ConfigurationError(
             f"{name} must be one of {listed}. Received: {value!r}."
+            f"{did_you_mean(value, texts)}"
         )
+
+
+def did_you_mean(given: object, names: Iterable[str]) -> str:
+    """The end of an error about a name that does not exist; begins with a space.
+
+    >>> did_you_mean("optimiser", ["none", "optimizer"]), did_you_mean("x", ["none"])
+    (' Did you mean optimizer?', '')
+    """
+    close = nearest(str(given), names)
+    return "" if close is None else f" Did you mean {close}?"
+
+
+def nearest(given: str, names: Iterable[str]) -> str | None:
+    """The name that `given` most likely misspells; None if none is near."""
+    return next(iter(difflib.get_close_matches(given, list(names), n=1)), None)
 
 
 def is_number(value: object) -> TypeGuard[float]:

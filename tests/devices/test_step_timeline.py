@@ -66,7 +66,7 @@ def test_a_host_among_several_names_its_replicas():
     page = draw_timeline(
         [*ops, dataclasses.replace(ops[1], thread="c")], "t", first_rank=2
     )
-    assert ">replica 2, 2</text>" in page
+    assert ">replica 2, thread 2</text>" in page
 
 
 def test_a_run_that_is_too_short_says_so(tmp_path, capsys):

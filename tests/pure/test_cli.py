@@ -33,12 +33,46 @@ print("loaded", sorted(loaded), "code", code)
         (["bench", "--help"], "--repeats"),
         (["bench", "--list"], "allreduce-resnet50"),
         (["info", "--help"], "--json"),
+        (["help"], "bench"),
+        (["help", "plan"], "--memory"),
     ],
 )
 def test_help_and_lists_load_no_tensorflow(arguments, expected):
     done = run_program(PROGRAM.format(arguments=arguments))
     assert expected in done.stdout
     assert done.stdout.endswith("loaded [] code 0\n"), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        ("check trian.py", "Did you mean train.py?"),
+        ("check --strategy tfdb train.py", "Did you mean tfdp?"),
+        ("check train.py:biuld", "Did you mean build?"),
+        ("check trian:build", "Did you mean train?"),
+        ("plan srcipts/digits.py", "Did you mean scripts/digits.py?"),
+        ("plan ResNet5 --batch 8", "Did you mean ResNet50?"),
+        ("plan train.py --memory 16", "16 what?"),
+        ("plan train.py --shard optimiser", "Did you mean optimizer?"),
+        ("tune scripts/digit.py", "Did you mean scripts/digits.py?"),
+        ("tune train.py --allow-lossy bfloat", "Did you mean bfloat16?"),
+        ("report runs/digit", "Did you mean runs/digits?"),
+        ("report rnus/digits", "Did you mean runs/digits?"),
+        ("report runs/7", "No such file"),
+        ("launch --wrokers 2 train.py", "Did you mean --workers?"),
+        ("launch srcipts/digit.py", "Did you mean scripts/digits.py?"),
+        ("merge rnus out.keras", "Did you mean runs?"),
+        ("pln train.py", "Did you mean plan?"),
+    ],
+)
+def test_simple_errors_come_before_tensorflow(arguments, expected, tmp_path):
+    (tmp_path / "runs" / "digits").mkdir(parents=True)
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "digits.py").touch()
+    (tmp_path / "train.py").write_text("def build(): pass\n")
+    done = run_program(PROGRAM.format(arguments=arguments.split()), cwd=tmp_path)
+    assert expected in done.stderr
+    assert re.search(r"^loaded \[\] code [12]$", done.stdout, re.M), done.stdout
 
 
 @pytest.mark.parametrize("module", ["tfdp", "tfdp.tools.commands.cli"])

@@ -62,6 +62,7 @@ def test_the_words_of_other_launchers_are_taken(words):
         (["launch", "--xyzzy", "a.py"], "there is no option --xyzzy$"),
         (["info", "--jsno"], "Did you mean --json[?]"),
         (["lanch", "a.py"], "Did you mean launch[?]"),
+        (["launch", "--restart", "al", "a.py"], "Did you mean all[?]"),
     ],
 )
 def test_a_slip_of_the_pen_is_told(words, meant, capsys):
@@ -107,7 +108,8 @@ def test_bad_options_are_refused(arguments, capsys):
     "arguments, message",
     [
         ([], "no program to launch"),
-        (["missing.py"], "there is no script 'missing.py'"),
+        (["missing.py"], "there is no script 'missing.py' .looked in .*[)]. For a"),
+        (["trian.py"], "there is no script 'trian.py'.*Did you mean train.py[?]"),
         (["--slurm", "--port", "2000", "a.py"], "--port has no effect with --slurm"),
         (["--mpi", "--log-dir", "x", "a.py"], "--log-dir has no effect with --mpi"),
         (["--hosts", "a,b", "--workers", "3", "a.py"], "--workers 3 contradicts"),
@@ -146,11 +148,19 @@ def test_bad_options_are_refused(arguments, capsys):
         ),
         (["--jobset", "a.py"], "--jobset has no effect without --kubernetes"),
         (["--gpus", "2", "a.py"], "--gpus has no effect without"),
+        (["--name", "x", "a.py"], "--name has no effect without --kubernetes"),
+        (["--cpus", "2", "a.py"], "--cpus has no effect without"),
+        (["--mpi", "--memory", "2GB", "a.py"], "--memory has no effect without"),
+        (
+            ["--kubernetes", "image", "--workers", "2", "--memory", "16", "a.py"],
+            "16 what",
+        ),
         (["--slurm", "--volume", "a:/b", "a.py"], "--volume has no effect without"),
     ],
 )
 def test_what_cannot_be_started_is_refused(arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
     options = parse(*arguments)
     with pytest.raises(ConfigurationError, match=message):
         options.run(options)
@@ -459,5 +469,23 @@ def test_more_workers_than_a_machine_starts_are_refused(tmp_path, capsys):
     assert "At most 256 run on one" in capsys.readouterr().err
 
 
-def test_the_default_grace_time():
-    assert parse("a.py").grace_seconds == launch_command.GRACE_SECONDS == 5.0
+@pytest.mark.parametrize("words, seconds", [([], 30), (["--grace-seconds", "60"], 60)])
+def test_pods_have_time_to_save(words, seconds, capsys):
+    options = parse("--kubernetes", "image:1", "--workers", "2", *words, "a.py")
+    assert options.run(options) == 0
+    assert f"terminationGracePeriodSeconds: {seconds}\n" in capsys.readouterr().out
+
+
+def test_the_default_grace_time(monkeypatch):
+    options = parse("a.py")
+    monkeypatch.setattr(launch_command, "_launch_here", lambda options, _: 0)
+    assert options.run(options) == 0
+    assert options.grace_seconds == launch_command.GRACE_SECONDS == 5.0
+
+
+def test_the_help_names_the_words_of_other_launchers(capsys):
+    with pytest.raises(SystemExit):
+        parse("--help")
+    said = capsys.readouterr().out
+    words = ("--workers N", "-n N", "-np N", "--nproc-per-node N")
+    assert ", ".join(words) in said

@@ -5,7 +5,14 @@ import re
 import pytest
 
 from tfdp.cluster import Cluster, find_cluster
-from tfdp.launch.kubernetes import Volume, job_name, manifest, yaml_text
+from tfdp.errors import ConfigurationError
+from tfdp.launch.kubernetes import (
+    Resources,
+    Volume,
+    job_name,
+    manifest,
+    yaml_text,
+)
 from tfdp.launch.program import Program
 
 KEY = "0123456789abcdef"
@@ -30,6 +37,7 @@ SECRET = {
     "kind": str,
     "metadata": {"name": str, "labels": LABELS},
     "type": str,
+    "immutable": bool,
     "stringData": {"job-key": str},
 }
 # The last of `env`; the others hold a value.
@@ -115,6 +123,9 @@ def test_all_pods_run_at_once_and_one_failure_ends_the_job():
     assert spec["backoffLimit"] == 0
     assert spec["template"]["spec"]["restartPolicy"] == "Never"
     assert spec["template"]["spec"]["terminationGracePeriodSeconds"] == 3
+    *_, job = manifest(PROGRAM, "image:1", workers=4, job_key=KEY)
+    # As long as Kubernetes waits where nothing is said.
+    assert job["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == 30
 
 
 RULES = [
@@ -261,12 +272,84 @@ def test_a_pod_of_a_jobset_finds_its_cluster(target):
     assert DNS_LABEL.fullmatch(name)
 
 
+def worker_of(job):
+    [container] = job["spec"]["template"]["spec"]["containers"]
+    return container
+
+
+def expanded(word):
+    """What the kubelet makes of a word of `command` without variables of that name.
+
+    By the rules of the API reference (v1 Container): $$ is a $, and $(NAME) stays where
+    NAME is unknown.
+    """
+    return word.replace("$$", "$")
+
+
+@pytest.mark.parametrize("word", ["$HOME", "$$", "$", "a$(HOSTNAME)b", "$$(x)", "x$"])
+def test_the_program_gets_its_arguments_as_they_were_given(word):
+    *_, job = manifest(Program("a.py", (word,)), "image:1", workers=2, job_key=KEY)
+    written = worker_of(job)["command"][-1]
+    assert expanded(written) == word
+    # No single $ is left that could begin a variable.
+    assert "$" not in written.replace("$$", "")
+
+
+def test_a_manifest_that_is_applied_again_changes_no_key_of_a_running_job():
+    first, second = (
+        manifest(PROGRAM, "image:1", workers=2, job_key=key) for key in (KEY, KEY[::-1])
+    )
+    differ = [a["kind"] for a, b in zip(first, second, strict=True) if a != b]
+    assert differ == ["Secret"]
+    # The API server refuses other data for it, and the Job is as it was.
+    assert all(made[1]["immutable"] is True for made in (first, second))
+
+
+def test_a_name_of_ones_own():
+    made = manifest(PROGRAM, "image:1", workers=2, name="my-run", job_key=KEY)
+    assert {each["metadata"]["name"] for each in made} == {"my-run"}
+    variables = {each["name"]: each.get("value") for each in worker_of(made[-1])["env"]}
+    assert variables["TFDP_COORDINATOR"] == "my-run-0.my-run:25000"
+
+
+@pytest.mark.parametrize(
+    "name, as_jobset",
+    [("My", False), ("1a", False), ("a_b", False), ("-a", False), ("", False)]
+    + [("a-", False), ("a" * 53, False), ("a" * 41, True), ("a.b", True)],
+)
+def test_a_bad_name_is_refused(name, as_jobset):
+    with pytest.raises(ConfigurationError, match="--name needs lower-case letters"):
+        manifest(PROGRAM, "i", workers=2, name=name, as_jobset=as_jobset, job_key=KEY)
+
+
+def test_cpus_and_memory_are_requested_and_limited():
+    *_, job = manifest(
+        PROGRAM,
+        "image:1",
+        workers=2,
+        resources=Resources(gpus=1, cpus=4, memory_bytes=16 * 10**9),
+        job_key=KEY,
+    )
+    worker = worker_of(job)
+    own = {"cpu": 4, "memory": 16 * 10**9}
+    assert worker["resources"] == {
+        "requests": own,
+        "limits": {**own, "nvidia.com/gpu": 1},
+    }
+    # A process would otherwise start a thread for each core of the node.
+    variables = {each["name"]: each.get("value") for each in worker["env"]}
+    assert variables["OMP_NUM_THREADS"] == variables["TF_NUM_INTRAOP_THREADS"] == "4"
+    *_, job = manifest(PROGRAM, "image:1", workers=2, job_key=KEY)
+    assert "resources" not in worker_of(job)
+    assert "OMP_NUM_THREADS" not in str(job)
+
+
 def test_gpus_and_volumes_are_asked_for():
     *_, job = manifest(
         PROGRAM,
         "image:1",
         workers=2,
-        gpus=8,
+        resources=Resources(gpus=8),
         volumes=[Volume("records", "/data"), Volume("out", "/out")],
         job_key=KEY,
     )
@@ -296,6 +379,13 @@ VALUES = {
 def test_yaml_is_read_as_it_was_meant():
     yaml = pytest.importorskip("yaml")
     assert yaml.safe_load(yaml_text(VALUES)) == VALUES
-    made = manifest(PROGRAM, "image:1", workers=2, gpus=1, max_restarts=1, job_key=KEY)
+    made = manifest(
+        Program("a.py", ("$HOME", "${x}: y")),
+        "image:1",
+        workers=2,
+        resources=Resources(gpus=1, cpus=2, memory_bytes=10**9),
+        max_restarts=1,
+        job_key=KEY,
+    )
     text = "---\n".join(map(yaml_text, made))
     assert list(yaml.safe_load_all(text)) == made

@@ -5,8 +5,8 @@ import types
 
 import pytest
 
+from tfdp.plan.sizes import bytes_of
 from tfdp.tools.commands import cli, plan, tune
-from tfdp.tools.commands.plan_model import bytes_of
 
 MODEL = ["plan", "model.py", "--batch", "8"]
 FITS = types.SimpleNamespace(

@@ -8,6 +8,7 @@ import dataclasses
 import os
 import shutil
 from collections.abc import Sequence
+from functools import partial
 
 from tfdp.checks import integer_from
 from tfdp.cluster import find_cluster
@@ -16,15 +17,9 @@ from tfdp.cluster.job_key import JOB_KEY, find_job_key, make_job_key
 from tfdp.cluster.machine import describe_machine
 from tfdp.cluster.progress import START_AGAIN
 from tfdp.errors import ClusterError, ConfigurationError
+from tfdp.launch import kubernetes
 from tfdp.launch.guard import OrphanGuard
 from tfdp.launch.handover import become, mpi_command, slurm_command
-from tfdp.launch.kubernetes import (
-    add_manifest_arguments,
-    check_manifest_options,
-    manifest,
-    parse_volume,
-    yaml_text,
-)
 from tfdp.launch.local import add_gpu_arguments, check_gpu_options, local_commands
 from tfdp.launch.output import WorkerLogs
 from tfdp.launch.program import Program, parse_program
@@ -33,9 +28,11 @@ from tfdp.launch.ssh import parse_hosts, ssh_commands
 from tfdp.launch.worker import WorkerCommand
 
 GRACE_SECONDS = 5.0
-# The options for the number of processes in mpiexec, torchrun and accelerate.
-WORDS_OF_OTHERS = (
-    *("-n", "-np", "--np", "--nproc-per-node", "--nproc_per_node"),
+# The number of processes in mpiexec and torchrun; those of `--help` first, and other
+# spellings and accelerate's.
+WORDS_OF_OTHERS = ("-n", "-np", "--nproc-per-node")
+MORE_WORDS_OF_OTHERS = (
+    *("--np", "--nproc_per_node"),
     *("--num-processes", "--num_processes", "--num-workers"),
 )
 # Why --max-restarts has no effect with other launchers, and the alternative.
@@ -95,18 +92,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "processes (default: 1; with --hosts one per host, with --slurm and --mpi what "
         "the scheduler gives); MIN:MAX with --max-restarts: at least MIN go on"
     )
-    add("--workers", type=_workers, metavar="N", help=workers)
+    count = partial(add, dest="workers", type=_workers)
+    count("--workers", *WORDS_OF_OTHERS, metavar="N", help=workers)
     unseen = argparse.SUPPRESS
-    add(*WORDS_OF_OTHERS, dest="workers", type=_workers, default=unseen, help=unseen)
+    count(*MORE_WORDS_OF_OTHERS, default=unseen, help=unseen)
     _add_restarts(parser)
     devices = "replicas of each worker; without GPUs it makes D logical CPUs"
     add("--devices-per-worker", type=integer_from(1), metavar="D", help=devices)
     add_gpu_arguments(parser)
     _add_places(parser)
-    add_manifest_arguments(parser)
-    default = GRACE_SECONDS
-    grace = f"between asking a worker to end and killing it (default: {default:g})"
-    add("--grace-seconds", type=_seconds, default=default, metavar="S", help=grace)
+    kubernetes.add_manifest_arguments(parser)
+    grace = (
+        f"between SIGTERM to a worker and SIGKILL (default: {GRACE_SECONDS:g}, with "
+        f"--kubernetes {kubernetes.GRACE_SECONDS:g})"
+    )
+    add("--grace-seconds", type=_seconds, metavar="S", help=grace)
     logs = "keep what each worker writes in worker-RANK.log there"
     add("--log-dir", metavar="FOLDER", help=logs)
     module = "what follows is a module"
@@ -140,6 +140,9 @@ def run(options: argparse.Namespace) -> int:
     """Runs `tfdp launch`; returns the first failure's exit status, or 0."""
     program = parse_program(options.program, options.is_module)
     _check_options(options)
+    if options.grace_seconds is None:
+        is_pod = options.kubernetes is not None
+        options.grace_seconds = kubernetes.GRACE_SECONDS if is_pod else GRACE_SECONDS
     if options.kubernetes is not None:
         return _print_manifest(options, program)
     if options.slurm or options.mpi:
@@ -163,7 +166,7 @@ def _check_options(options: argparse.Namespace) -> None:
             f"--workers {workers} acts when workers start again. Add --max-restarts R."
         )
     if options.kubernetes is None:
-        check_manifest_options(options)
+        kubernetes.check_manifest_options(options)
     others = {
         "--slurm": options.slurm,
         "--mpi": options.mpi,
@@ -306,18 +309,19 @@ def _print_manifest(options: argparse.Namespace, program: Program) -> int:
         raise ConfigurationError(
             "--kubernetes needs --workers N, the number of pods. Received: none."
         )
-    objects = manifest(
+    objects = kubernetes.manifest(
         program,
         options.kubernetes,
         workers=options.workers.most,
+        name=options.name,
         devices_per_worker=options.devices_per_worker,
         port=options.port,
         max_restarts=options.max_restarts,
         grace_seconds=options.grace_seconds,
-        gpus=options.gpus,
-        volumes=[parse_volume(text) for text in options.volume],
+        resources=kubernetes.resources_of(options),
+        volumes=[kubernetes.parse_volume(text) for text in options.volume],
         as_jobset=options.jobset,
         job_key=_job_key(),
     )
-    print("---\n".join(map(yaml_text, objects)), end="")
+    print("---\n".join(map(kubernetes.yaml_text, objects)), end="")
     return 0

@@ -34,6 +34,11 @@ def device_variables(devices_per_worker: int | None) -> dict[str, str]:
     return {"TFDP_DEVICES_PER_WORKER": str(devices_per_worker)}
 
 
+def thread_variables(threads: int) -> dict[str, str]:
+    """Variables by which a process starts `threads` threads, not one per core."""
+    return dict.fromkeys(("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS"), str(threads))
+
+
 def local_environment(
     environment: Mapping[str, str],
     variables: Mapping[str, str],
@@ -49,8 +54,7 @@ def local_environment(
     """
     defaults = dict(UNBUFFERED)
     if workers > 1:
-        threads = str(max(1, cores // workers))
-        defaults |= {"OMP_NUM_THREADS": threads, "TF_NUM_INTRAOP_THREADS": threads}
+        defaults |= thread_variables(max(1, cores // workers))
     if rank > 0:
         # All workers print the same greeting of TensorFlow; warnings still appear.
         defaults["TF_CPP_MIN_LOG_LEVEL"] = "1"

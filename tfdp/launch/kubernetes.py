@@ -20,8 +20,9 @@ from tfdp.cluster.job_key import JOB_KEY
 from tfdp.cluster.launchers import DEFAULT_PORT
 from tfdp.cluster.progress import START_AGAIN
 from tfdp.errors import ConfigurationError
-from tfdp.launch.environment import UNBUFFERED, device_variables
+from tfdp.launch.environment import UNBUFFERED, device_variables, thread_variables
 from tfdp.launch.program import Program
+from tfdp.plan.sizes import bytes_of
 
 # A pod's name, the Job's plus "-INDEX", is a DNS label of at most 63 characters.
 MOST_NAME_CHARACTERS = 52
@@ -30,6 +31,9 @@ REPLICATED_JOB = "workers"
 LABEL = "tfdp-job"
 SECRET_ENTRY = "job-key"
 GPU = "nvidia.com/gpu"  # the resource of NVIDIA's device plugin
+# What Kubernetes itself waits between SIGTERM and SIGKILL: workers save meanwhile.
+GRACE_SECONDS = 30.0
+NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 CLAIM_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 # NCCL uses shared memory, of which a container has only 64 MiB by default.
 SHARED_MEMORY = "/dev/shm"  # noqa: S108
@@ -43,16 +47,39 @@ class Volume:
     path: str
 
 
+@dataclasses.dataclass(frozen=True)
+class Resources:
+    """What each pod gets, and at most; 0: nothing is requested, and no limit."""
+
+    gpus: int = 0
+    cpus: int = 0
+    memory_bytes: int = 0
+
+    def fields(self) -> dict[str, dict[str, Any]]:
+        """`resources` of a container; {} if nothing is requested."""
+        wanted: dict[str, Any] = {}
+        if self.cpus:
+            wanted["cpu"] = self.cpus
+        if self.memory_bytes:
+            wanted["memory"] = self.memory_bytes
+        limits = {**wanted, **({GPU: self.gpus} if self.gpus else {})}
+        return {
+            **({"requests": wanted} if wanted else {}),
+            **({"limits": limits} if limits else {}),
+        }
+
+
 def manifest(
     program: Program,
     image: str,
     *,
     workers: int,
+    name: str | None = None,
     devices_per_worker: int | None = None,
     port: int | None = None,
-    grace_seconds: float = 5.0,
+    grace_seconds: float = GRACE_SECONDS,
     max_restarts: int = 0,
-    gpus: int = 0,
+    resources: Resources = Resources(),
     volumes: Sequence[Volume] = (),
     as_jobset: bool = False,
     job_key: str,
@@ -62,9 +89,10 @@ def manifest(
     Args:
       image: container image with Python, tfdp and the program.
       workers: number of pods, at least 1, all running at the same time.
+      name: of all objects; None: "tfdp-" and the program's.
       port: of worker 0, in its pod.
       max_restarts: failures of the group to restart after; 0: one failed pod ends all.
-      gpus: NVIDIA GPUs of each pod.
+      resources: of each pod.
       volumes: claims that all pods mount.
     """
     if not image or any(character.isspace() for character in image):
@@ -72,20 +100,32 @@ def manifest(
             "--kubernetes needs the name of a container image, as "
             f"registry.example/train:1. Received: {image!r}."
         )
-    name, port = job_name(program), port or DEFAULT_PORT
-    if as_jobset:
-        name = name[:MOST_JOBSET_CHARACTERS].strip("-")
+    most = MOST_JOBSET_CHARACTERS if as_jobset else MOST_NAME_CHARACTERS
+    name = job_name(program, most) if name is None else checked_name(name, most)
+    port = port or DEFAULT_PORT
     first = f"{name}-{REPLICATED_JOB}-0-0" if as_jobset else f"{name}-0"
     variables = {
         **UNBUFFERED,
         "TFDP_WORKERS": str(workers),
         "TFDP_COORDINATOR": f"{first}.{name}:{port}",
         **device_variables(devices_per_worker),
+        # A limit of time on all cores of the node: one thread per core would wait.
+        **(thread_variables(resources.cpus) if resources.cpus else {}),
     }
-    command = program.command("python")
-    spec = _pod(image, command, variables, name, port, grace_seconds, gpus, volumes)
-    entries = {SECRET_ENTRY: job_key}
-    secret = _object("v1", "Secret", name, type="Opaque", stringData=entries)
+    # Kubernetes replaces $(NAME) by a variable, and $$ by $.
+    command = [word.replace("$", "$$") for word in program.command("python")]
+    worker = _container(image, command, variables, name, port)
+    if fields := resources.fields():
+        worker["resources"] = fields
+    spec = _pod(worker, grace_seconds, _mounts(resources.gpus, volumes))
+    secret = _object(
+        *("v1", "Secret", name),
+        type="Opaque",
+        # Applied again, the manifest has a new key, which pods that are replaced later
+        # would use among those with the first one: the cluster refuses it.
+        immutable=True,
+        stringData={SECRET_ENTRY: job_key},
+    )
     if as_jobset:
         return [secret, _jobset(name, workers, spec, max_restarts)]
     service = {
@@ -161,10 +201,20 @@ def _rules(action: str, pod: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def job_name(program: Program) -> str:
+def job_name(program: Program, most_characters: int = MOST_NAME_CHARACTERS) -> str:
     """A valid Kubernetes name, derived from the program's."""
     words = re.sub(r"[^a-z0-9]+", "-", program.name.lower())
-    return f"tfdp-{words}"[:MOST_NAME_CHARACTERS].strip("-")
+    return f"tfdp-{words}"[:most_characters].strip("-")
+
+
+def checked_name(name: str, most_characters: int) -> str:
+    """`name`, or a ConfigurationError if it cannot be the name of these objects."""
+    if not NAME.fullmatch(name) or len(name) > most_characters:
+        raise ConfigurationError(
+            "--name needs lower-case letters, digits and hyphens, begins with a letter "
+            f"and has at most {most_characters} characters. Received: {name!r}."
+        )
+    return name
 
 
 def parse_volume(text: str) -> Volume:
@@ -178,18 +228,15 @@ def parse_volume(text: str) -> Volume:
     return Volume(claim, path)
 
 
-def _pod(
+def _container(
     image: str,
     command: Sequence[str],
     variables: Mapping[str, str],
     secret: str,
     port: int,
-    grace_seconds: float,
-    gpus: int,
-    volumes: Sequence[Volume],
 ) -> dict[str, Any]:
     key = {"secretKeyRef": {"name": secret, "key": SECRET_ENTRY}}
-    container: dict[str, Any] = {
+    return {
         "name": "worker",
         "image": image,
         "command": list(command),
@@ -199,26 +246,36 @@ def _pod(
         ],
         "ports": [{"name": "coordinator", "containerPort": port}],
     }
-    sources: list[tuple[str, dict[str, Any]]] = [
+
+
+def _mounts(gpus: int, volumes: Sequence[Volume]) -> list[tuple[str, dict[str, Any]]]:
+    """(path, source of the volume) for each."""
+    claims: list[tuple[str, dict[str, Any]]] = [
         (volume.path, {"persistentVolumeClaim": {"claimName": volume.claim}})
         for volume in volumes
     ]
-    if gpus:
-        container["resources"] = {"limits": {GPU: gpus}}
-        sources.append((SHARED_MEMORY, {"emptyDir": {"medium": "Memory"}}))
+    memory = (SHARED_MEMORY, {"emptyDir": {"medium": "Memory"}})
+    return [*claims, memory] if gpus else claims
+
+
+def _pod(
+    container: dict[str, Any],
+    grace_seconds: float,
+    mounts: Sequence[tuple[str, dict[str, Any]]],
+) -> dict[str, Any]:
     spec: dict[str, Any] = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": math.ceil(grace_seconds),
         "containers": [container],
     }
-    if sources:
+    if mounts:
         container["volumeMounts"] = [
             {"name": f"volume-{place}", "mountPath": path}
-            for place, (path, _) in enumerate(sources)
+            for place, (path, _) in enumerate(mounts)
         ]
         spec["volumes"] = [
             {"name": f"volume-{place}", **source}
-            for place, (_, source) in enumerate(sources)
+            for place, (_, source) in enumerate(mounts)
         ]
     return spec
 
@@ -265,20 +322,35 @@ def _scalar(value: Any) -> str:
 
 def add_manifest_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options that only `--kubernetes` has."""
-    add = parser.add_argument
-    add("--jobset", action="store_true", help="with --kubernetes: a JobSet, not a Job")
-    gpus = "with --kubernetes: GPUs of each worker"
+    add = parser.add_argument_group("with --kubernetes").add_argument
+    name = "of the Job and its other objects (default: tfdp- and the program's)"
+    add("--name", metavar="NAME", help=name)
+    cpus = "cores of each worker, and as many threads"
+    add("--cpus", type=integer_from(1), default=0, metavar="C", help=cpus)
+    memory = "of each worker, such as 16GB or 16GiB"
+    add("--memory", metavar="SIZE", help=memory)
+    gpus = "NVIDIA GPUs of each worker"
     add("--gpus", type=integer_from(0), default=0, metavar="G", help=gpus)
-    volume = "with --kubernetes: a PersistentVolumeClaim and its path in the workers"
+    volume = "a PersistentVolumeClaim and its path in the workers; may be repeated"
     add("--volume", action="append", default=[], metavar="CLAIM:/PATH", help=volume)
+    add("--jobset", action="store_true", help="a JobSet, not a Job")
+
+
+def resources_of(options: argparse.Namespace) -> Resources:
+    """`--gpus`, `--cpus` and `--memory`."""
+    memory_bytes = 0 if options.memory is None else bytes_of(options.memory)
+    return Resources(options.gpus, options.cpus, memory_bytes)
 
 
 def check_manifest_options(options: argparse.Namespace) -> None:
     """Raises a ConfigurationError for an option that needs `--kubernetes`."""
     for name, is_given, instead in (
-        ("--jobset", options.jobset, "It is a kind of manifest."),
+        ("--name", options.name, "It names the Job."),
+        ("--cpus", options.cpus, "Workers share the cores that they find."),
+        ("--memory", options.memory, "Workers take the memory that they find."),
         ("--gpus", options.gpus, "Workers take the GPUs that they find."),
         ("--volume", options.volume, "Workers see the files of their machine."),
+        ("--jobset", options.jobset, "It is a kind of manifest."),
     ):
         if is_given:
             raise ConfigurationError(

@@ -7,6 +7,7 @@ import pathlib
 from collections.abc import Sequence
 
 from tfdp.errors import ConfigurationError
+from tfdp.files.near import did_you_mean_path, is_script
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +32,9 @@ class Program:
     def check_exists(self) -> None:
         if not self.is_module and not pathlib.Path(self.target).is_file():
             raise ConfigurationError(
-                f"there is no script {self.target!r} (looked in "
-                f"{pathlib.Path.cwd()}). For a module write -m package.module."
+                f"there is no script {self.target!r} (looked in {pathlib.Path.cwd()})."
+                f"{did_you_mean_path(self.target, is_script)} For a module write -m "
+                "package.module."
             )
 
 

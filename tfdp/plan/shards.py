@@ -10,7 +10,7 @@ import dataclasses
 import math
 from typing import Any
 
-from tfdp.checks import is_whole
+from tfdp.checks import did_you_mean, is_whole
 from tfdp.errors import ConfigurationError
 
 #: Which replicas share shards: all, or those of each host.
@@ -39,7 +39,7 @@ def shard_stage(shard: str | int) -> int:
         return shard
     raise ConfigurationError(
         f"shard must be one of {', '.join(map(repr, SHARD_STAGES))}, or the ZeRO stage "
-        f"0 to 3. Received: {shard!r}."
+        f"0 to 3. Received: {shard!r}.{did_you_mean(shard, SHARD_STAGES)}"
     )
 
 

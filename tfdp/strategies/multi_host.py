@@ -341,6 +341,12 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         return None if self._group is None else self._group.link
 
     def barrier(self, label: str = "barrier") -> None:
+        """Waits until every host has called it, at most `timeout_seconds`.
+
+        Raises:
+          ConfigurationError: with `Communication(min_hosts=...)`.
+          CollectiveError: a host did not come, or makes another call (`label`).
+        """
         if self.elastic_hosts is not None:
             refuse_exchange(label)
         if self._group is not None:
@@ -420,11 +426,32 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         return loops.watched(distributed, name)
 
     def from_chief(self, value: np.ndarray, label: str = "value") -> np.ndarray:
+        """The first host's array, on every host; all of them must call it.
+
+        Args:
+          value: an array of one shape and type on all hosts; only the first one's
+            numbers count.
+          label: what it is, for errors; the same on all hosts.
+
+        Raises: as `barrier`.
+
+        Cost: the first host sends the array to each other host.
+        """
         if self.elastic_hosts is not None:
             refuse_exchange(label)
         return value if self._group is None else self._group.from_chief(value, label)
 
     def gather_bytes(self, blob: bytes, label: str) -> list[bytes]:
+        """Every host's `blob`, by rank, on every host; all of them must call it.
+
+        Args:
+          blob: of any length up to 2 GiB.
+          label: what it is, for errors; the same on all hosts.
+
+        Raises: as `barrier`.
+
+        Cost: every host receives the blobs of all.
+        """
         if self.elastic_hosts is not None:
             refuse_exchange(label)
         return [blob] if self._group is None else self._group.link.gather(blob, label)

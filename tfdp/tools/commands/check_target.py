@@ -6,7 +6,6 @@ import argparse
 import ast
 import contextlib
 import dataclasses
-import difflib
 import importlib
 import importlib.util
 import pathlib
@@ -14,11 +13,13 @@ import re
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
+from tfdp.checks import did_you_mean
 from tfdp.errors import ConfigurationError, TfdpError
+from tfdp.files.near import did_you_mean_path, is_script
 from tfdp.strategies.unused import note_used
 
 FORMS = "path/to/script.py, path/to/script.py:function or package.module:function"
@@ -149,8 +150,7 @@ def parse_target(text: str, arguments: Sequence[str] = ()) -> Target:
     if target.is_script:
         path = pathlib.Path(module)
         if not path.is_file():
-            near = [str(each) for each in path.parent.glob("*.py")]
-            hint = did_you_mean(str(path), near)
+            hint = did_you_mean_path(module, is_script)
             raise ConfigurationError(f"There is no script {module!r}.{hint}")
     elif not (function and all(part.isidentifier() for part in module.split("."))):
         raise ConfigurationError(f"TARGET must be {FORMS}. Received: {text!r}.")
@@ -166,12 +166,6 @@ def parse_target(text: str, arguments: Sequence[str] = ()) -> Target:
             f"`-- {' '.join(arguments)}`."
         )
     return target
-
-
-def did_you_mean(given: str, names: Iterable[str]) -> str:
-    """The end of an error about a name that does not exist; begins with a space."""
-    close = difflib.get_close_matches(given, list(names), n=1)
-    return f" Did you mean {close[0]}?" if close else ""
 
 
 def _check_function(path: pathlib.Path, function: str) -> None:

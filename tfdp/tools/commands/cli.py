@@ -7,7 +7,6 @@ Only the chosen command is imported, and no TensorFlow for help: both are instan
 from __future__ import annotations
 
 import argparse
-import difflib
 import errno
 import importlib
 import io
@@ -18,6 +17,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from tfdp._version import __version__
+from tfdp.checks import did_you_mean
 from tfdp.errors import TfdpError
 
 # Name -> (module with add_arguments(parser) and run(options), one line of help). FAILED
@@ -46,6 +46,8 @@ COMMANDS = {
 TAKE_SCRIPTS = ("check", "plan", "tune")
 # Exit codes: 128 + SIGPIPE, as shells report it, and output that cannot be written.
 READER_LEFT, NOT_WRITTEN = 141, 2
+# argparse's own message.
+INVALID_CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
 
 
 class Parser(argparse.ArgumentParser):
@@ -64,25 +66,24 @@ class Parser(argparse.ArgumentParser):
         given = words[0].partition("=")[0]
         if given in self.options:
             return
-        self.error(f"there is no option {given}{_suggestion(given, self.options)}")
+        hint = did_you_mean(given, self.options)
+        self.error(f"there is no option {given}{'.' if hint else ''}{hint}")
 
     def error(self, message: str) -> NoReturn:
-        """Adds the possible commands to the message."""
+        """Adds the possible commands, or the nearest choice, to the message."""
         if message.endswith("required: COMMAND"):
             message += f", one of {', '.join(COMMANDS)}"
-        if found := re.search(r"invalid choice: '([^']*)'", message):
-            message += _suggestion(found[1], list(COMMANDS))
+        if found := INVALID_CHOICE.search(message):
+            # Python 3.12 and later give the choices without quotes.
+            choices = found[2].replace("'", "").split(", ")
+            hint = did_you_mean(found[1], choices)
+            message += f"{'.' if hint else ''}{hint}"
         super().error(message)
 
     @property
     def options(self) -> list[str]:
         listed = sorted(self._actions, key=lambda a: a.help is argparse.SUPPRESS)
         return [word for action in listed for word in action.option_strings]
-
-
-def _suggestion(given: str, allowed: Sequence[str]) -> str:
-    close = difflib.get_close_matches(given, allowed, n=1)
-    return f". Did you mean {close[0]}?" if close else ""
 
 
 def make_parser(chosen: str | None = None) -> argparse.ArgumentParser:
@@ -112,6 +113,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # Escapes characters that the terminal's encoding lacks.
             stream.reconfigure(errors="backslashreplace")
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == ["help"]:  # `tfdp help`, `tfdp help plan`
+        words = [*words[1:], "--help"]
     # The first word is the command, or an option such as --help that exits.
     command = words[0] if words else ""
     arguments_of_script: list[str] = []

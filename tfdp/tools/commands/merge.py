@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import traceback
 
 from tfdp.errors import ConfigurationError
+from tfdp.files.near import did_you_mean_path
+from tfdp.strategies.quiet import import_tensorflow_quietly
+from tfdp.tools.commands.check_target import ENDED_ITSELF, load_build, parse_target
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,16 +31,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Merges, and prints the file that was written."""
-    from tfdp.strategies.quiet import import_tensorflow_quietly
-
+    target = None if options.model is None else parse_target(options.model)
+    if "://" not in options.directory and not os.path.isdir(options.directory):
+        raise ConfigurationError(
+            f"There is no folder {options.directory}."
+            f"{did_you_mean_path(options.directory, os.path.isdir)}"
+        )
     import_tensorflow_quietly()
     from tfdp.checkpoint import merge_parts
-    from tfdp.tools.commands.check_target import ENDED_ITSELF, load_build, parse_target
 
     build = None
     try:
-        if options.model is not None:
-            build = load_build(parse_target(options.model))
+        if target is not None:
+            build = load_build(target)
         path = merge_parts(options.directory, options.path, build=build)
     except SystemExit:
         # Whatever its code: 0 would report that the file was written.

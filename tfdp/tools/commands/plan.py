@@ -13,6 +13,7 @@ from tfdp.cluster.machine import installed_versions
 from tfdp.errors import ConfigurationError
 from tfdp.files.asked_for import check_output_paths, write_json_for, write_text_for
 from tfdp.plan.shards import SHARD_STAGES, Sharding
+from tfdp.plan.sizes import bytes_of
 from tfdp.progress_bar import progress_bar
 from tfdp.strategies.quiet import NOT_NEEDED_FOR_A_STEP, import_tensorflow_quietly
 from tfdp.strategies.unused import note_used
@@ -20,7 +21,6 @@ from tfdp.tools.commands.check_target import Target, end_help, errors_of_target
 from tfdp.tools.commands.plan_model import (
     BATCH_HELP,
     FORMS,
-    bytes_of,
     check_model,
     load_model,
     parse_model,

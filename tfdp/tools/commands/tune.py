@@ -18,13 +18,13 @@ from tfdp.cluster.machine import installed_versions, usable_cores
 from tfdp.errors import ConfigurationError
 from tfdp.files.asked_for import check_output_paths, write_json_for, write_text_for
 from tfdp.launch.local import own_gpus
+from tfdp.plan.sizes import bytes_of
 from tfdp.progress_bar import progress_bar
 from tfdp.tools.bench.python_process import ended_together
 from tfdp.tools.commands.check_target import end_help
 from tfdp.tools.commands.plan_model import (
     BATCH_HELP,
     FORMS,
-    bytes_of,
     check_model,
     parse_model,
 )
@@ -57,7 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     replicas = "of each worker (default: its GPUs, or a logical CPU for each core)"
     count("--replicas", metavar="R", help=replicas)
     lossy = f"also try these, which change the numbers: {', '.join(LOSSY)}"
-    add("--allow-lossy", nargs="+", default=[], metavar="NAME", help=lossy)
+    names = partial(add, choices=LOSSY, nargs="+", default=[])
+    names("--allow-lossy", metavar="NAME", help=lossy)
     add(
         "--memory",
         metavar="SIZE",

@@ -68,7 +68,8 @@ class Answer:
                 _megabytes(way.peak_bytes),
                 _megabytes(way.needed_bytes),
                 "yes" if way.fits else "no",
-                f"{way.more_flops:+.0%}",
+                # Not -0%.
+                f"{round(way.more_flops, 2) + 0.0:+.0%}",
                 _megabytes(way.sent_bytes),
             )
             for way in self.ways

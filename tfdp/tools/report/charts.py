@@ -28,7 +28,7 @@ Point = tuple[float, float]
 class Chart:
     """A line chart."""
 
-    title: str  # cut where there is little room
+    title: str  # cut at the width of the chart
     # Name -> points from left to right; a value that is not finite leaves a gap.
     lines: Mapping[str, Sequence[Point]]
     x_name: str
@@ -64,13 +64,12 @@ def draw_chart(chart: Chart) -> str:
 
     bottom = HEIGHT - _BOTTOM
     names = [*chart.lines] if len(chart.lines) > 1 else []
-    legend, legend_left = _legend(names)
-    title = _cut(chart.title, int((legend_left - _LEFT) / _LETTER))
+    title = _cut(chart.title, int((WIDTH - _LEFT) / _LETTER))
     parts = [
         f'<svg width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}" '
         f'role="img" aria-label="{html.escape(chart.title)} over: '
         f'{html.escape(chart.x_name)}">',
-        svg_text(_LEFT, 20, title, "start"),
+        svg_text(_LEFT, 12, title, "start"),
         svg_text(WIDTH / 2, HEIGHT - 8, chart.x_name, "middle"),
     ]
     for value in ticks_between(low, high):
@@ -97,7 +96,7 @@ def draw_chart(chart: Chart) -> str:
             for x, y in line
         ]
         parts.extend(_curve(placed, COLOURS[number % len(COLOURS)], chart.dots))
-    return "\n".join([*parts, *legend, "</svg>"])
+    return "\n".join([*parts, *_legend(names), "</svg>"])
 
 
 def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
@@ -131,18 +130,18 @@ def _figure(value: float) -> str:
     return f"{value:,.0f}" if 1e4 <= abs(value) < 1e7 else f"{value:.4g}"
 
 
-def _legend(names: Sequence[str]) -> tuple[list[str], float]:
-    """The legend at the top right, and its left edge."""
+def _legend(names: Sequence[str]) -> list[str]:
+    """The legend at the right, below the title."""
     names = [_cut(name, _MOST_NAME) for name in names]
     widths = [max(90, 28 + _LETTER * len(name)) for name in names]
     left = WIDTH - _RIGHT - sum(widths)
-    begin, parts = left, []
+    parts = []
     for number, (name, width) in enumerate(zip(names, widths, strict=True)):
         colour = COLOURS[number % len(COLOURS)]
-        parts.append(svg_line(left, 28, left + 16, 28, colour, 2))
-        parts.append(svg_text(left + 20, 32, name, "start"))
+        parts.append(svg_line(left, 25, left + 16, 25, colour, 2))
+        parts.append(svg_text(left + 20, 29, name, "start"))
         left += width
-    return parts, begin
+    return parts
 
 
 def _cut(text: str, most: int) -> str:

@@ -34,7 +34,7 @@ COLOURS = {
     UPDATE: "#d9a521",
     "computing": "#9dbbdb",
 }
-_WIDTH, _LANE, _GAP, _LEFT, _TOP = 1100, 26, 8, 110, 30
+_WIDTH, _LANE, _GAP, _LEFT, _TOP = 1120, 26, 8, 130, 30
 _MOST_TICKS = 10
 # Boxes narrower than this, in pixels, are omitted.
 _THINNEST = 0.02
@@ -153,9 +153,9 @@ def _lanes(
     for rank, thread in sorted(by_lane):
         threads[rank] = threads.get(rank, 0) + 1
         name = "input" if rank < 0 else f"replica {rank}"
-        lanes[name if threads[rank] == 1 else f"{name}, {threads[rank]}"] = by_lane[
-            rank, thread
-        ]
+        if threads[rank] > 1:
+            name += f", thread {threads[rank]}"
+        lanes[name] = by_lane[rank, thread]
     return lanes
 
 

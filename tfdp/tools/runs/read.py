@@ -15,6 +15,7 @@ from typing import BinaryIO
 
 from tfdp.errors import DataError
 from tfdp.files.checked_json import open_regular_file
+from tfdp.files.near import did_you_mean_path
 from tfdp.tools.runs.entries import End, Entry, Epoch, Said, Start, Steps, entry_from
 from tfdp.tools.runs.lines import MOST_LINE_BYTES, content_of
 from tfdp.tools.runs.run_file import name_of_file
@@ -119,6 +120,7 @@ def _names_in(folder: Path) -> list[str]:
         raise DataError(
             f"{folder}: {error.strerror}. `tfdp report` takes the directory that "
             "tfdp.callbacks.RunRecord was given."
+            f"{did_you_mean_path(str(folder), os.path.isdir)}"
         ) from error
 
 
