@@ -257,10 +257,16 @@ class Reducer:
 
     def sum_of_shards(self, value: tf.Tensor, rank: Any) -> tf.Tensor:
         """The sum over the shards of each replica's small value, of equal shapes."""
-        if not self.transport.holds_first_copy:
-            value = tf.zeros_like(value)  # other hosts count the same shards
-        [total] = self.transport.all_reduce([value], rank, "sum of shards")
-        return register_exchanged(total)
+        transport = self.transport
+        if transport.shard_parts == transport.replicas:
+            [total] = transport.all_reduce([value], rank, "sum of shards")
+            return register_exchanged(total)
+        # Every host has all shards, and takes the first one's sum: with another number
+        # of threads a sum rounds differently. If the others did not use their own sum,
+        # their graph would differ, and TensorFlow's optimizer would join other
+        # operations in it (a division by 3 and the next product): they would drift.
+        [total] = transport.inner.all_reduce([value], rank, "sum of shards")
+        return register_exchanged(transport.broadcast([total], rank)[0])
 
     def _exchange_by_bucket(
         self,

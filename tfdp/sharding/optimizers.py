@@ -175,7 +175,8 @@ def clip_over_shards(
     ]
     if not places:
         return stock(gradients)
-    own = [tf.reduce_sum(tf.square(tf.cast(gradients[i], tf.float32))) for i in places]
+    dtype = _dtype_of_norms([gradients[i] for i in places])
+    own = [tf.reduce_sum(tf.square(tf.cast(gradients[i], dtype))) for i in places]
     squares = _total_over_shards(own, shards)
     clipped = list(gradients)
     if optimizer.clipnorm:
@@ -189,7 +190,7 @@ def clip_over_shards(
             clipped[place] = gradient * bound / tf.cast(larger, gradient.dtype)
         return clipped
     whole = [
-        tf.reduce_sum(tf.square(tf.cast(tf.convert_to_tensor(g), tf.float32)))
+        tf.reduce_sum(tf.square(tf.cast(tf.convert_to_tensor(g), dtype)))
         for i, g in enumerate(gradients)
         if g is not None and i not in places
     ]
@@ -200,9 +201,16 @@ def clip_over_shards(
     return [None if g is None else g * tf.cast(scale, g.dtype) for g in gradients]
 
 
+def _dtype_of_norms(values: Sequence[Any]) -> tf.DType:
+    """float32, or float64 where one of `values` has it."""
+    is_double = any(value.dtype == tf.float64 for value in values)
+    return tf.float64 if is_double else tf.float32
+
+
 def _total_over_shards(own: Sequence[Any], shards: ShardUpdates) -> list[tf.Tensor]:
     """Sums scalars over the replicas that hold the shards."""
-    stacked = tf.stack([tf.cast(value, tf.float32) for value in own])
+    dtype = _dtype_of_norms(own)
+    stacked = tf.stack([tf.cast(value, dtype) for value in own])
     if not tf.executing_eagerly():
         return tf.unstack(shards.reducer.sum_of_shards(stacked, current_rank()))
     if not shards.reducer.transport.holds_first_copy:
