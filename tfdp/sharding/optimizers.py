@@ -175,7 +175,7 @@ def clip_over_shards(
     ]
     if not places:
         return stock(gradients)
-    dtype = _dtype_of_norms([gradients[i] for i in places])
+    dtype = _dtype_of_norms([g for g in gradients if g is not None])
     own = [tf.reduce_sum(tf.square(tf.cast(gradients[i], dtype))) for i in places]
     squares = _total_over_shards(own, shards)
     clipped = list(gradients)
