@@ -22,6 +22,7 @@ from tests.support.matrix_training import (
     OPTIMIZERS,
     RATE,
     ROWS,
+    adafactor,
     compiled,
     data,
     muon,
@@ -251,6 +252,7 @@ class Whitening(keras.optimizers.Optimizer):
     def update_step(self, gradient, variable, learning_rate):
         rows = self.rows[self._get_variable_index(variable)]
         if len(variable.shape) == 2:
+            assert rows.shape == (variable.shape[0],) * 2
             self.assign_add(rows, gradient @ tf.transpose(gradient))
             gradient = tf.convert_to_tensor(rows) @ gradient
         self.assign_sub(variable, learning_rate * gradient / tf.norm(gradient))
@@ -284,6 +286,23 @@ def test_a_class_of_ones_own_says_that_it_needs_whole_matrices(stage):
         np.testing.assert_array_equal(got.numpy(), expected.numpy())
     rows = model.optimizer.rows[0].value
     assert [shard.shape.rank for shard in rows.values].count(2) == 1
+
+
+def convolution_model():
+    keras.utils.set_random_seed(3)
+    image = [keras.layers.Reshape((4, 3, 1)), keras.layers.Conv2D(6, 2)]
+    rest = [keras.layers.Flatten(), keras.layers.Dense(5)]
+    return keras.Sequential([keras.Input((12,)), *image, *rest])
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_state_of_a_convolution_has_its_axes_at_its_owner(stage):
+    """Adafactor's rows of a kernel with four axes have three."""
+    plain, model = (
+        train(make_strategy(3, s), convolution_model, adafactor)[0] for s in (0, stage)
+    )
+    assert largest_difference(model, plain) == 0.0
+    assert largest_difference(model, convolution_model()) > 1e-2
 
 
 class Scheduled(keras.optimizers.SGD):

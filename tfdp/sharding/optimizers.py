@@ -238,7 +238,8 @@ def _update_shard(
     """
     place = hooks.variable_index(optimizer, variable)
     slots = [value for value in vars(optimizer).values() if isinstance(value, list)]
-    part = shards.part_of(updating_rank()) if shard_kind(variable) else None
+    rank = updating_rank()
+    part = None if rank is None else shards.part_of(rank)
     found = current_run()
     with contextlib.ExitStack() as stack:
         if found is not None:
