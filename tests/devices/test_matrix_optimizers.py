@@ -436,8 +436,8 @@ def test_files_pass_between_stages_replicas_and_plain_keras(tmp_path):
     one = resumed(plain, path)
     # Keras' own, which never saw a file of tfdp's.
     by_hand, _ = train(None, optimizer=muon, batch_size=ROWS, epochs=1)
-    pairs = zip([*by_hand.weights, *by_hand.optimizer.variables], state(three))
-    for variable, value in pairs:
+    variables = [*by_hand.weights, *by_hand.optimizer.variables]
+    for variable, value in zip(variables, state(three), strict=True):
         variable.assign(value)
     for each in (one, by_hand):
         assert largest_distance(state(each), state(three)) == 0.0
@@ -447,8 +447,8 @@ def test_files_pass_between_stages_replicas_and_plain_keras(tmp_path):
 
 
 def test_diloco_with_muon_inside_is_the_rounds_of_its_equations():
-    """MuLoCo (arXiv 2505.23725) on two simulated hosts of two replicas: each host trains
-    as one device on its rows, and NumPy makes the outer step of `DiLoCo`'s docstring."""
+    """MuLoCo (arXiv 2505.23725) on two simulated hosts of two replicas: each trains as
+    one device on its rows, and NumPy makes the outer step of `DiLoCo`'s docstring."""
     matrix_training.of_float64(True)
     sync = tfdp.sync.DiLoCo(every=3)
     strategy = make_strategy(4, hierarchy=(2, 2))

@@ -67,11 +67,12 @@ NAMES = ("layout", "stage", "name", "accumulate", "clip")
 def test_equals_one_device(results, layout, stage, name, accumulate, clip):
     cell = name, accumulate, clip, "narrow"
     expected, start, bound = matrix_training.one_device(*cell)
+    of_hosts = []
     for rank in range(LAYOUTS[layout][0]):
         path = matrix_training.file_of(results(layout, stage), cell, rank)
         with np.load(path) as file:
             got = [file[key] for key in file]
         assert largest_distance(got, expected) <= bound < 1e-12
         assert largest_distance(expected, start) > 1e-2
-        first = got if rank == 0 else first
-        assert largest_distance(got, first) == 0.0
+        of_hosts.append(got)
+        assert largest_distance(got, of_hosts[0]) == 0.0

@@ -213,8 +213,9 @@ def _total_over_shards(own: Sequence[Any], shards: ShardUpdates) -> list[tf.Tens
     stacked = tf.stack([tf.cast(value, dtype) for value in own])
     if not tf.executing_eagerly():
         return tf.unstack(shards.reducer.sum_of_shards(stacked, current_rank()))
-    if not shards.reducer.transport.holds_first_copy:
-        stacked = tf.zeros_like(stacked)  # another host counts the same shards
+    transport = shards.reducer.transport
+    if transport.shard_parts < transport.replicas and transport.outer.first_part:
+        stacked = tf.zeros_like(stacked)  # the first host counts the same shards
     context = tf.distribute.get_replica_context()
     return tf.unstack(context.all_reduce("SUM", stacked))
 
