@@ -18,6 +18,7 @@ SEVERAL = {
     "2x1-gradients": (2, 1, "gradients"),
     "3x1-parameters": (3, 1, "parameters"),
     "2x2-parameters": (2, 2, "parameters"),
+    "2x2-parameters-host": (2, 2, "parameters/host"),
     "2x2-parameters-host-offload": (2, 2, "parameters/host/auto/optimizer"),
     "2x1-optimizer-host-offload": (2, 1, "optimizer/host/tensorflow/optimizer"),
     "2x2-optimizer-host": (2, 2, "optimizer/host"),
@@ -50,14 +51,15 @@ NAMES = {
     "2x1-gradients": WITH_OWNERS,
     "3x1-parameters": (*WITH_SHARDS, *WITH_OWNERS),
     "2x2-parameters": WITH_OWNERS,
+    "2x2-parameters-host": ("clipped-accumulation", "lamb", "muon-everything"),
     "2x2-parameters-host-offload": ("clipping", "distributed-optimizer", "ema", "lamb")
     + ("muon",),
     "2x1-optimizer-host-offload": ("accumulation", "lamb"),
     # Each host has all shards, which count once.
-    "2x2-optimizer-host": ("clipping", "eager-clipping"),
+    "2x2-optimizer-host": ("clipping", "clipped-accumulation", "eager-clipping"),
     "2x2-tensorflow": ("accumulation", "custom-loop", "loss-scaling")
     + ("masked-embedding", "parts", "steps-per-execution", "words"),
-    "2x2-tensorflow-host": ("accumulation", "lamb", "muon"),
+    "2x2-tensorflow-host": ("accumulation", "clipped-accumulation", "lamb", "muon"),
     "2x2-balanced": ("accumulation", "custom-loop", "eager", "gathered-rows")
     + ("loss-scaling", "masked-embedding", "recurrent", "sgd", "steps-per-execution")
     + ("synchronized", "words"),
@@ -70,6 +72,7 @@ IN_TEST = {
     + ("masked-embedding", "parts", "sgd", "words"),
     "3x1": ("eager-words",),
     "3x1-parameters": ("accumulation", "lamb", "words", "muon-everything"),
+    "2x2-parameters-host": ("clipped-accumulation",),
     "2x2-tensorflow": ("accumulation", "parts"),
     "2x2-balanced": ("accumulation", "custom-loop", "masked-embedding", "sgd")
     + ("steps-per-execution", "words"),

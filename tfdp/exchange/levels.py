@@ -64,8 +64,6 @@ class Levels(Transport):
         if shards_over_hosts:
             self.shard_parts = self.replicas
             self.first_part = outer.first_part * inner.replicas
-        else:
-            self.holds_first_copy = outer.first_part == 0
 
     @property
     def bytes_between_hosts(self) -> int | None:

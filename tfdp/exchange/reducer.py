@@ -255,13 +255,6 @@ class Reducer:
             return self.transport.join_shards(shards, layout, label)
         return whole_from_shards(shards, layout)
 
-    def sum_of_shards(self, value: tf.Tensor, rank: Any) -> tf.Tensor:
-        """The sum over the shards of each replica's small value, of equal shapes."""
-        if not self.transport.holds_first_copy:
-            value = tf.zeros_like(value)  # other hosts count the same shards
-        [total] = self.transport.all_reduce([value], rank, "sum of shards")
-        return register_exchanged(total)
-
     def _exchange_by_bucket(
         self,
         exchange: Callable[..., list[tf.Tensor]],
@@ -339,6 +332,15 @@ class Reducer:
         return self._exchange_by_bucket(
             exchange, shards, pairs, rank, "reshard", planned=planned
         )
+
+    def sum_of_shards(self, value: tf.Tensor, rank: Any) -> tf.Tensor:
+        """The sum over the shards of each replica's small value, of equal shapes."""
+        if self.transport.shard_parts < self.transport.replicas:
+            # The first host's on all: "the same arithmetic on all" in docs/house.md.
+            [total] = self.transport.broadcast([self.sum_within(value, rank)], rank)
+        else:
+            [total] = self.transport.all_reduce([value], rank, "sum of shards")
+        return register_exchanged(total)
 
 
 def reducer_of(strategy: Any) -> Reducer | None:

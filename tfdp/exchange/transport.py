@@ -51,8 +51,6 @@ class Transport(abc.ABC):
     late: Any = None
     #: The shard of this process's first replica.
     first_part: int = 0
-    #: Whether this process holds the first of several copies of its shards.
-    holds_first_copy: bool = True
     #: The transports within each host (an `InProcess`), and between hosts, which the
     #: first replica of each host calls; None: no levels.
     inner: Any = None

@@ -175,7 +175,8 @@ def clip_over_shards(
     ]
     if not places:
         return stock(gradients)
-    own = [tf.reduce_sum(tf.square(tf.cast(gradients[i], tf.float32))) for i in places]
+    dtype = _dtype_of_norms([g for g in gradients if g is not None])
+    own = [tf.reduce_sum(tf.square(tf.cast(gradients[i], dtype))) for i in places]
     squares = _total_over_shards(own, shards)
     clipped = list(gradients)
     if optimizer.clipnorm:
@@ -189,7 +190,7 @@ def clip_over_shards(
             clipped[place] = gradient * bound / tf.cast(larger, gradient.dtype)
         return clipped
     whole = [
-        tf.reduce_sum(tf.square(tf.cast(tf.convert_to_tensor(g), tf.float32)))
+        tf.reduce_sum(tf.square(tf.cast(tf.convert_to_tensor(g), dtype)))
         for i, g in enumerate(gradients)
         if g is not None and i not in places
     ]
@@ -200,13 +201,21 @@ def clip_over_shards(
     return [None if g is None else g * tf.cast(scale, g.dtype) for g in gradients]
 
 
+def _dtype_of_norms(values: Sequence[Any]) -> tf.DType:
+    """float32, or float64 where one of `values` has it."""
+    is_double = any(value.dtype == tf.float64 for value in values)
+    return tf.float64 if is_double else tf.float32
+
+
 def _total_over_shards(own: Sequence[Any], shards: ShardUpdates) -> list[tf.Tensor]:
     """Sums scalars over the replicas that hold the shards."""
-    stacked = tf.stack([tf.cast(value, tf.float32) for value in own])
+    dtype = _dtype_of_norms(own)
+    stacked = tf.stack([tf.cast(value, dtype) for value in own])
     if not tf.executing_eagerly():
         return tf.unstack(shards.reducer.sum_of_shards(stacked, current_rank()))
-    if not shards.reducer.transport.holds_first_copy:
-        stacked = tf.zeros_like(stacked)  # another host counts the same shards
+    transport = shards.reducer.transport
+    if transport.shard_parts < transport.replicas and transport.outer.first_part:
+        stacked = tf.zeros_like(stacked)  # the first host counts the same shards
     context = tf.distribute.get_replica_context()
     return tf.unstack(context.all_reduce("SUM", stacked))
 
@@ -230,7 +239,8 @@ def _update_shard(
     """
     place = hooks.variable_index(optimizer, variable)
     slots = [value for value in vars(optimizer).values() if isinstance(value, list)]
-    part = shards.part_of(updating_rank()) if shard_kind(variable) else None
+    rank = updating_rank()
+    part = None if rank is None else shards.part_of(rank)
     found = current_run()
     with contextlib.ExitStack() as stack:
         if found is not None:
