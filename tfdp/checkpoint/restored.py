@@ -16,7 +16,11 @@ from tfdp.checkpoint.array_files import ArrayFile, open_arrays
 from tfdp.checkpoint.entries import Entry, Rows, entries_of, sum_of
 from tfdp.checkpoint.hosts import Hosts
 from tfdp.checkpoint.manifest import EntryRecord, Manifest, part_name
-from tfdp.checkpoint.model_description import build_as_saved, optimizer_records
+from tfdp.checkpoint.model_description import (
+    build_as_saved,
+    optimizer_records,
+    other_sync,
+)
 from tfdp.data.places import Place
 from tfdp.errors import ConfigurationError, DataError
 from tfdp.step.find_optimizers import optimizers_of
@@ -69,6 +73,7 @@ def restore_entries(
       ConfigurationError: the checkpoint is of another model.
       DataError: a part does not match the manifest.
     """
+    other = None
     if weights_only:
         entries = entries_of(model)
         entries = {n: e for n, e in entries.items() if n.startswith("model/")}
@@ -76,7 +81,8 @@ def restore_entries(
         build_as_saved(model, manifest.optimizers)
         _create_lazy_state(model, manifest)
         entries = entries_of(model)
-    _check_same_model(entries, manifest.entries, weights_only)
+        other = other_sync(optimizer_records(model), manifest.optimizers)
+    _check_same_model(entries, manifest.entries, weights_only, other)
     before = _Workers.of_manifest(manifest)
     now = _Workers.of_model(model, hosts)
     for name, entry in entries.items():
@@ -122,13 +128,26 @@ def _create_lazy_state(model: keras.Model, manifest: Manifest) -> None:
 
 
 def _check_same_model(
-    entries: Mapping[str, Entry], records: Mapping[str, EntryRecord], weights_only: bool
+    entries: Mapping[str, Entry],
+    records: Mapping[str, EntryRecord],
+    weights_only: bool,
+    other_sync: str | None,
 ) -> None:
+    """`other_sync`: why optimizers may have other state; None: they have the same."""
+
+    def another(difference: str, name: str) -> ConfigurationError:
+        if other_sync is not None and OF_OPTIMIZER.match(name):
+            return ConfigurationError(other_sync)
+        return ConfigurationError(
+            f"{difference}: it is of another model or optimizer. Restore into the "
+            "model that was saved, or only the weights (weights_only=True)."
+        )
+
     for name, entry in entries.items():
         if name not in records:
             if name.startswith(OPTIONAL) or COMPRESSION in name:
                 continue
-            raise _another_model(f"The checkpoint lacks {entry.path!r} ({name})")
+            raise another(f"The checkpoint lacks {entry.path!r} ({name})", name)
         if records[name].dtype != entry.dtype and not weights_only:
             raise ConfigurationError(
                 f"{entry.path!r} ({name}) is of {entry.dtype}, and in the checkpoint "
@@ -136,25 +155,20 @@ def _check_same_model(
                 "started with, or restore the weights alone (weights_only=True)."
             )
         if records[name].shape != entry.shape:
-            raise _another_model(
+            raise another(
                 f"{entry.path!r} ({name}) has the shape {entry.shape}, but "
-                f"{records[name].path!r} in the checkpoint has {records[name].shape}"
+                f"{records[name].path!r} in the checkpoint has {records[name].shape}",
+                name,
             )
     left = [n for n in records if n not in entries and not n.startswith(OPTIONAL)]
     if weights_only:
         left = [name for name in left if name.startswith("model/")]
     if left:
-        raise _another_model(
+        raise another(
             f"The checkpoint holds {records[left[0]].path!r} ({left[0]}) and "
-            f"{len(left) - 1} more that this model or optimizer lacks"
+            f"{len(left) - 1} more that this model or optimizer lacks",
+            left[0],
         )
-
-
-def _another_model(difference: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"{difference}: it is of another model or optimizer. Restore into the model "
-        "that was saved, or only the weights (weights_only=True)."
-    )
 
 
 def _value(
