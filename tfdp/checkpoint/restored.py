@@ -73,7 +73,7 @@ def restore_entries(
       ConfigurationError: the checkpoint is of another model.
       DataError: a part does not match the manifest.
     """
-    other = None
+    why = None
     if weights_only:
         entries = entries_of(model)
         entries = {n: e for n, e in entries.items() if n.startswith("model/")}
@@ -81,8 +81,8 @@ def restore_entries(
         build_as_saved(model, manifest.optimizers)
         _create_lazy_state(model, manifest)
         entries = entries_of(model)
-        other = other_sync(optimizer_records(model), manifest.optimizers)
-    _check_same_model(entries, manifest.entries, weights_only, other)
+        why = other_sync(optimizer_records(model), manifest.optimizers)
+    _check_same_model(entries, manifest.entries, weights_only, why)
     before = _Workers.of_manifest(manifest)
     now = _Workers.of_model(model, hosts)
     for name, entry in entries.items():
@@ -131,13 +131,13 @@ def _check_same_model(
     entries: Mapping[str, Entry],
     records: Mapping[str, EntryRecord],
     weights_only: bool,
-    other_sync: str | None,
+    why: str | None,
 ) -> None:
-    """`other_sync`: why optimizers may have other state; None: they have the same."""
+    """`why`: for which reason optimizers have other state; None: for none."""
 
     def another(difference: str, name: str) -> ConfigurationError:
-        if other_sync is not None and OF_OPTIMIZER.match(name):
-            return ConfigurationError(other_sync)
+        if why is not None and OF_OPTIMIZER.match(name):
+            return ConfigurationError(why)
         return ConfigurationError(
             f"{difference}: it is of another model or optimizer. Restore into the "
             "model that was saved, or only the weights (weights_only=True)."

@@ -91,6 +91,7 @@ class LateUpdates(LocalTraining):
         self.values.stored.on_the_way = [self._in_flight]
         for place, variable in enumerate(self._variables):
             self._add_place(place, variable.shape, _wide(variable.value.dtype))
+            variable.value.before_change = self._before_change
         for place in (WEIGHT, ROWS):
             self._add_place(place, (), tf.float32)
         #: By place: the variables of learning rates; a schedule follows the updates.
@@ -308,6 +309,12 @@ class LateUpdates(LocalTraining):
         if self.sync.takes_early:
             self.apply_in_flight()
 
+    def _before_change(self) -> None:
+        """Before a program assigns to a weight, on all hosts: makes the updates that
+        some hosts may have made."""
+        while self.sync.takes_early and len(self._queue):
+            self._apply_oldest()
+
 
 def _at_ends_of_loops(original: Callable[..., Any]) -> Callable[..., Any]:
     """Keras' `catch_stop_iteration`, which surrounds the steps of each loop."""
@@ -389,8 +396,8 @@ class _Stored(OfRanks):
             raise ConfigurationError(
                 f"The file holds sums under way of the shape {stored.shape[1:]}, and "
                 f"this optimizer keeps {self._spec.shape}: the file is of another "
-                "sync=... or another optimizer. Resume with the same, or read only "
-                "the weights (tf.train.Checkpoint(model=model) without optimizer)."
+                "sync=... or another optimizer. Resume with the same, or read the file "
+                "into a model that is not compiled."
             )
         self.assign_rows(stored.numpy())
         return tf.no_op()
