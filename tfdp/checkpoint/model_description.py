@@ -144,9 +144,9 @@ def other_sync(
         if theirs.sync is not None and mine.sync != theirs.sync:
             return (
                 f"The checkpoint is of a training with sync={theirs.sync or None}, and "
-                f"{mine.names[0]} has sync={mine.sync or None} here. What is under way "
-                "between hosts, or differs between them, has no place in it. Resume "
-                "with the same sync, or restore the weights alone (weights_only=True)."
+                f"{mine.names[0]} has sync={mine.sync or None} here, which keeps other "
+                "state. Resume with the same sync, or restore the weights alone "
+                "(weights_only=True)."
             )
     return None
 

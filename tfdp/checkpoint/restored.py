@@ -135,39 +135,43 @@ def _check_same_model(
 ) -> None:
     """`why`: for which reason optimizers have other state; None: for none."""
 
-    def another(difference: str, name: str) -> ConfigurationError:
+    def another(
+        name: str,
+        difference: str,
+        advice: str = "it is of another model or optimizer. Restore into the model "
+        "that was saved, or only the weights (weights_only=True)",
+    ) -> ConfigurationError:
         if why is not None and OF_OPTIMIZER.match(name):
             return ConfigurationError(why)
-        return ConfigurationError(
-            f"{difference}: it is of another model or optimizer. Restore into the "
-            "model that was saved, or only the weights (weights_only=True)."
-        )
+        return ConfigurationError(f"{difference}: {advice}.")
 
     for name, entry in entries.items():
         if name not in records:
             if name.startswith(OPTIONAL) or COMPRESSION in name:
                 continue
-            raise another(f"The checkpoint lacks {entry.path!r} ({name})", name)
+            raise another(name, f"The checkpoint lacks {entry.path!r} ({name})")
         if records[name].dtype != entry.dtype and not weights_only:
-            raise ConfigurationError(
+            raise another(
+                name,
                 f"{entry.path!r} ({name}) is of {entry.dtype}, and in the checkpoint "
-                f"of {records[name].dtype}. Use the dtype policy that the training "
-                "started with, or restore the weights alone (weights_only=True)."
+                f"of {records[name].dtype}",
+                "use the dtype policy that the training started with, or restore the "
+                "weights alone (weights_only=True)",
             )
         if records[name].shape != entry.shape:
             raise another(
+                name,
                 f"{entry.path!r} ({name}) has the shape {entry.shape}, but "
                 f"{records[name].path!r} in the checkpoint has {records[name].shape}",
-                name,
             )
     left = [n for n in records if n not in entries and not n.startswith(OPTIONAL)]
     if weights_only:
         left = [name for name in left if name.startswith("model/")]
     if left:
         raise another(
+            left[0],
             f"The checkpoint holds {records[left[0]].path!r} ({left[0]}) and "
             f"{len(left) - 1} more that this model or optimizer lacks",
-            left[0],
         )
 
 
