@@ -123,14 +123,14 @@ def begin_local_run(
             "sync=... has not been shown to work with jit_compile=True. Compile the "
             "model with jit_compile=False."
         )
+    if len(own) > 1 and getattr(strategy, "elastic_hosts", None) is not None:
+        raise ConfigurationError(
+            "One model is trained by several optimizers with sync=... under "
+            "Communication(min_hosts=...), where an update has one round of hosts. "
+            "Give one optimizer for all variables, or leave out min_hosts."
+        )
     if all(optimizer.sync.trains_locally for optimizer in own):
         run.train_in(groups_across(strategy, across.pop()))
-    elif len(own) > 1:
-        raise ConfigurationError(
-            "One model is trained by several optimizers with sync=..., one of them "
-            "BackupWorkers(...): one round would wait for another. Give one optimizer "
-            "for all variables."
-        )
     for place, optimizer in enumerate(own):
         # What layers store belongs to the model: its first optimizer handles it.
         state = step.__self__.non_trainable_variables if place == 0 else ()
