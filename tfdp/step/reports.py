@@ -223,7 +223,14 @@ def reduce_logs(
       noted: the results of metrics in `run`.
       parts_of: returns the values of this host's replicas.
       sum_over_hosts: sums a vector; None: there is one host.
+
+    In local training hosts do not wait for each other, so the result is this host's.
     """
+    if run.is_local and sum_over_hosts is not None:
+        _warn_of_own_logs(logs, run, parts_of)
+        sum_over_hosts = None
+    if run.replicas == 1:
+        return logs
     leaves = [_read(leaf) for leaf in tf.nest.flatten(logs)]
     sums: dict[Any, tf.Tensor] = {}
     types: dict[int, tf.DType] = {}
@@ -264,11 +271,11 @@ def reduce_logs(
     return tf.nest.pack_sequence_as(logs, leaves)
 
 
-def warn_of_own_logs(
+def _warn_of_own_logs(
     logs: Any, run: Step, parts_of: Callable[[Any], Sequence[Any]]
 ) -> None:
-    """Warns, where hosts do not add up the numbers of a step, of numbers that a step
-    returns of its own rows; those of metrics cover all hosts when an epoch ends."""
+    """Warns of numbers of its own rows that a step returns; those of metrics cover all
+    hosts when an epoch ends."""
     for leaf in tf.nest.flatten(logs):
         part = _read(parts_of(leaf)[0])
         if is_of_graph(part) and run.analysis(0).value(part).is_of_own_rows:

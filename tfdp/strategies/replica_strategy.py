@@ -44,7 +44,7 @@ from tfdp.step.losses import ReplicaLosses
 from tfdp.step.observers import forget_failed_fit
 from tfdp.step.own_branches import refuse_own_branches
 from tfdp.step.predictions import joined_outputs, parts_of_one_shape, why_not_joined
-from tfdp.step.reports import reduce_logs, warn_of_own_logs
+from tfdp.step.reports import reduce_logs
 from tfdp.strategies import scope
 from tfdp.strategies.in_words import FirstFit, describe_strategy
 from tfdp.strategies.scope import adopt_state
@@ -199,13 +199,9 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
             warn_of_same_rows(self, call.arguments, run)
 
         # What they return: numbers of all rows, and the predictions of real rows.
-        over_hosts, parts_of = self._sum_of_logs, self.experimental_local_results
-        if call.is_reported and run.is_local and over_hosts is not None:
-            # In local training, a step's logs are this host's.
-            warn_of_own_logs(result, run, parts_of)
-            over_hosts = None
-        if call.is_reported and run.replicas > 1:
-            result = reduce_logs(result, run, noted, parts_of, over_hosts)
+        if call.is_reported:
+            parts_of = self.experimental_local_results
+            result = reduce_logs(result, run, noted, parts_of, self._sum_of_logs)
         self._warn_of_local_mean(call.model, call.fn, run)
         is_split = call.is_prediction and self._replicas > 1
         if is_split and run.batch.counts is not None and not self.compiles_steps:
