@@ -1,5 +1,7 @@
 """Updates by gradients of earlier steps: `sync.Delayed`, `sync.BoundedStaleness`."""
 
+import re
+
 import keras
 import numpy as np
 import pytest
@@ -255,6 +257,62 @@ def test_a_look_within_an_epoch(monkeypatch, sync):
     assert is_equal == (sync == DELAYED(2))
 
 
+class AtRates(LateReference):
+    """Each update has the learning rate of the step of its gradient."""
+
+    def apply(self, count):
+        for _ in range(count):
+            self.optimizer.learning_rate = next(self.rates)
+            super().apply(1)
+
+
+@pytest.mark.worth_seconds(12)
+@pytest.mark.parametrize("sync", [DELAYED(2), BOUNDED(3)], ids=["delayed", "bounded"])
+def test_an_update_has_the_learning_rate_of_its_gradient(monkeypatch, sync):
+    """Hosts with `BoundedStaleness` make it in different steps."""
+    sometimes = Sometimes(monkeypatch, 2)
+    rates = [0.01 / (1 + step % 5) for step in range(12)]
+    model = compiled(sync, inner=slow_sgd)
+    inner = model.optimizer.inner_optimizer
+
+    def set_rate(batch, logs):
+        inner.learning_rate = rates[batch]
+
+    sets = keras.callbacks.LambdaCallback(on_train_batch_begin=set_rate)
+    x, y = regression_data(24 * 12)
+    model.fit(x, y, batch_size=24, shuffle=False, verbose=0, callbacks=[sets])
+    counts = iter(count for _, count in sometimes.taken)
+    alone = normalized_model()
+    by_hand = AtRates(alone, slow_sgd(), lambda n: next(counts))
+    by_hand.rates = iter(rates)
+    for parts in parts_of(x, y, 24, 4, 4):
+        by_hand.step([parts])
+    by_hand.end_epoch()
+    np.testing.assert_allclose(weights_of(model), weights_of(alone), rtol=0, atol=BOUND)
+    assert float(inner.learning_rate.numpy()) == np.float32(rates[-1])
+
+
+def test_weights_that_a_program_sets_follow_all_updates(monkeypatch):
+    """With `BoundedStaleness` each host has made other ones within an epoch."""
+    monkeypatch.setattr(LateQueue, "_is_complete", lambda queue: False)
+    model, seen = compiled(BOUNDED(2), inner=slow_sgd), []
+
+    def set_weights(batch, logs):
+        if batch == 3:
+            seen.append(int(model.optimizer.iterations.numpy()))
+            model.set_weights(start)
+            seen.append(int(model.optimizer.iterations.numpy()))
+            seen.append(model.get_weights())
+
+    start = model.get_weights()
+    sets = keras.callbacks.LambdaCallback(on_train_batch_end=set_weights)
+    model.fit(*regression_data(24 * 6), batch_size=24, verbose=0, callbacks=[sets])
+    assert seen[:2] == [2, 4]
+    for before, after in zip(start, seen[2], strict=True):
+        np.testing.assert_array_equal(after, before)
+    assert int(model.optimizer.iterations.numpy()) == 6
+
+
 def test_no_late_step_is_plain_training():
     x, y = regression_data(53)
     options = {"batch_size": 24, "shuffle": False, "verbose": 0}
@@ -267,12 +325,42 @@ def test_no_late_step_is_plain_training():
     np.testing.assert_array_equal(weights[2], weights[0])
 
 
+def synchronized_model():
+    layers = [tfdp.layers.SyncBatchNormalization(), keras.layers.Dense(1)]
+    return keras.Sequential([keras.Input((5,)), *layers])
+
+
+class SetsRate(keras.Sequential):
+    def train_step(self, data):
+        inner = self.optimizer.inner_optimizer
+        inner.learning_rate.assign(0.1 / (1.0 + tf.cast(inner.iterations, tf.float32)))
+        return super().train_step(data)
+
+
+IN_A_STEP = {
+    "a layer": (synchronized_model, "replicas do not wait for each other within a"),
+    "a rate": (lambda: SetsRate(linear_model().layers), "learning rate by a schedule"),
+}
+
+
+@pytest.mark.parametrize("build, words", IN_A_STEP.values(), ids=IN_A_STEP)
+@pytest.mark.parametrize("sync", [DELAYED(1), BOUNDED(2)], ids=["delayed", "bounded"])
+def test_exchanges_within_a_step_are_refused(sync, build, words):
+    with pytest.raises(ConfigurationError, match=words):
+        compiled(sync, build).fit(*regression_data(24), verbose=0)
+
+
 REFUSED = {
     "one host": ({}, {}, "here is one host"),
     "a guard": (
         {"hierarchy": (2, 2)},
         {"callbacks": [tfdp.callbacks.NaNGuard("skip")]},
         "NaNGuard",
+    ),
+    "norms of a step": (
+        {"hierarchy": (2, 2)},
+        {"callbacks": [tfdp.callbacks.GradientNoiseScale()]},
+        "each step, and with sync=... it comes later",
     ),
     "compression": (
         {"hierarchy": (2, 2), "compression": tfdp.compression.Int8()},
@@ -393,3 +481,24 @@ def test_a_training_that_fails_goes_on_with_its_sums(tmp_path):
     with pytest.raises(RuntimeError, match="planned"):
         fit("failed", fails_at=5)
     np.testing.assert_array_equal(fit("failed"), expected)
+
+
+OTHER_SYNCS = {
+    "steps": (DELAYED(2), DELAYED(1)),
+    "begun": (None, DELAYED(1)),
+    "ended": (DELAYED(1), None),
+    "rounds": (DELAYED(1), tfdp.sync.LocalSGD(2)),
+}
+
+
+@pytest.mark.parametrize("saved, here", OTHER_SYNCS.values(), ids=OTHER_SYNCS)
+def test_a_checkpoint_of_another_sync_is_refused(tmp_path, saved, here):
+    def fit(sync):
+        saves = tfdp.callbacks.Checkpoint(tmp_path)
+        model = compiled(sync, linear_model)
+        model.fit(*regression_data(24), batch_size=24, verbose=0, callbacks=[saves])
+
+    fit(saved)
+    words = re.escape(f"a training with sync={saved}, and SGD has sync={here} here")
+    with pytest.raises(ConfigurationError, match=words):
+        fit(here)

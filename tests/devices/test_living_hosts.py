@@ -67,6 +67,33 @@ def test_a_quorum_of_all_hosts_is_the_training_without_one(strategy):
             assert type(optimizer.rounds._elastic) is kind
 
 
+@pytest.mark.parametrize("quorum, seconds", [(2, 1.0), (1, 600.0), (1, 1e9)])
+def test_a_grace_that_cannot_act_is_refused(strategy, quorum, seconds):
+    """No host is late for a quorum of all; after 600 seconds a late one is lost."""
+    sync = tfdp.sync.DiLoCo(quorum=quorum, grace_seconds=seconds)
+    words = r"below Communication\(timeout_seconds=600\).*quorum is all 2 hosts"
+    with pytest.raises(ConfigurationError, match=words):
+        fit(
+            strategy,
+            lambda: tfdp.DistributedOptimizer(keras.optimizers.SGD(), sync=sync),
+        )
+
+
+def test_a_model_has_one_optimizer(strategy):
+    """Rounds of two would have the same number."""
+
+    def optimizer():
+        sync = tfdp.sync.DiLoCo(every=2)
+        return tfdp.DistributedOptimizer(keras.optimizers.SGD(), sync=sync)
+
+    with strategy.scope():
+        model = linear_model()
+        model.other = optimizer()
+        model.compile(optimizer(), "mse", jit_compile=False)
+    with pytest.raises(ConfigurationError, match="several optimizers.*one round"):
+        model.fit(np.ones((8, 5)), np.ones((8, 1)), verbose=0)
+
+
 def test_a_quorum_needs_hosts_that_may_come_back():
     strategy = tfdp.DataParallelStrategy(
         ["CPU:0", "CPU:1"], communication=tfdp.Communication(hierarchy=(2, 1))

@@ -24,6 +24,9 @@ class AgreeingLink(StandInLink):
     def leave_note(self, key, note):
         pass
 
+    def on_note(self, key, listener):
+        pass
+
 
 @pytest.fixture(autouse=True)
 def nobody_else(monkeypatch):
@@ -132,10 +135,52 @@ def fitted(optimizer="sgd", **options):
     model.fit(dataset, verbose=0)
 
 
+class WithOwnOptimizer(keras.Sequential):
+    """Trains with an optimizer that it holds, and returns a loss of its own."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+        weights = self.trainable_variables
+        self.own.apply(tape.gradient(loss, weights), weights)
+        return {"own": loss}
+
+
+def with_own_optimizer(devices):
+    cluster = tfdp.Cluster(workers=2, rank=0, coordinator="127.0.0.1:1")
+    strategy = tfdp.MultiHostDataParallelStrategy(cluster, devices_per_host=devices)
+    with strategy.scope():
+        model = WithOwnOptimizer([keras.Input((12,)), keras.layers.Dense(5)])
+        sync = tfdp.sync.Delayed(1)
+        model.own = tfdp.DistributedOptimizer(keras.optimizers.SGD(), sync=sync)
+        model.own.build(model.trainable_variables)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("sgd", loss, jit_compile=False)
+    return model
+
+
+@pytest.mark.parametrize(
+    "callback", [tfdp.callbacks.Stragglers, tfdp.callbacks.GradientNoiseScale]
+)
+def test_callbacks_find_a_sync_of_any_optimizer(callback):
+    model = with_own_optimizer(2)
+    with pytest.raises(ConfigurationError, match="sync=..."):
+        model.fit(*classification_data(24), verbose=0, callbacks=[callback()])
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_numbers_of_one_host_are_warned_of(devices):
+    """Plain steps add them up; a step with late sums does not wait for others."""
+    model = with_own_optimizer(devices)
+    with pytest.warns(tfdp.errors.LocalMeanWarning, match="hosts do not add it up"):
+        model.fit(*classification_data(24), batch_size=24, verbose=0)
+
+
 def test_what_cannot_be_balanced_is_refused(monkeypatch):
     with pytest.raises(ConfigurationError, match="compile the step again"):
         fitted(jit_compile=True)
-    with pytest.raises(ConfigurationError, match="trains at its own speed already"):
+    with pytest.raises(ConfigurationError, match="sum of all hosts to decide by"):
         local = tfdp.sync.LocalSGD(4, across="replicas")
         fitted(optimizer=tfdp.DistributedOptimizer(keras.optimizers.SGD(), sync=local))
     strategy = balanced()

@@ -327,6 +327,54 @@ def test_two_optimizers_of_which_one_trains_apart_are_refused():
         model.fit(x, x[:, :1], verbose=0)
 
 
+ORDERS = [("optimizer", "other"), ("other", "optimizer")]
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=["first", "last"])
+@pytest.mark.parametrize(
+    "sync", [tfdp.sync.Delayed(1), tfdp.sync.LocalSGD(2)], ids=["late", "rounds"]
+)
+def test_two_optimizers_with_sync_share_the_state_of_layers(sync, order):
+    """Two of the same numbers are one: of elementwise updates, but for rounding."""
+
+    class Two(keras.Sequential):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+            weights = self.trainable_variables
+            gradients = tape.gradient(loss, weights)
+            parts = {"optimizer": slice(0, 2), "other": slice(2, None)}
+            for name in order if hasattr(self, "other") else ():
+                part = parts[name]
+                getattr(self, name).apply(gradients[part], weights[part])
+            if not hasattr(self, "other"):
+                self.optimizer.apply(gradients, weights)
+            return {"loss": loss}
+
+    def trained(two):
+        keras.utils.set_random_seed(3)
+        dense, normalize = keras.layers.Dense, keras.layers.BatchNormalization
+        with make_strategy(4, hierarchy=(2, 2)).scope():
+            model = Two([keras.Input((5,)), dense(4), normalize(), dense(1)])
+            parts = [model.trainable_variables]
+            owners = [rounds(sync, momentum=0.5)]
+            if two:
+                parts = parts[0][:2], parts[0][2:]
+                model.other = rounds(sync, momentum=0.5)
+                owners.append(model.other)
+            model.compile(owners[0], "mse", jit_compile=False)
+            for owner, part in zip(owners, parts, strict=True):
+                owner.build(part)
+        x, y = regression_data(72)
+        model.fit(x, y, batch_size=24, shuffle=False, epochs=2, verbose=0)
+        return model.get_weights()
+
+    # Means over replicas may be added in another order.
+    for one, two in zip(trained(False), trained(True), strict=True):
+        np.testing.assert_allclose(two, one, rtol=0, atol=BOUND)
+
+
 def test_what_another_optimizer_has_trained_meanwhile_is_kept():
     strategy = tfdp.DataParallelStrategy(["CPU:0", "CPU:1"])
     with strategy.scope():

@@ -19,6 +19,8 @@ def run(*cases):
         ("fit", 5),
         pytest.param("evaluate", 5, marks=pytest.mark.slow),
         pytest.param("a callback", 8, marks=pytest.mark.slow),
+        ("delayed", 8),
+        pytest.param("stale", 8, marks=pytest.mark.slow),
     ],
 )
 def test_both_numbers_are_said_at_once(case, planned):

@@ -108,8 +108,9 @@ def test_rows_of_a_checkpoint_are_taken_again():
 
 @pytest.mark.parametrize("kind", [tfdp.sync.Delayed, tfdp.sync.BoundedStaleness])
 def test_values_are_checked_and_kept_in_configs(kind):
-    for steps in (-1, 1.0, True, None):
-        with pytest.raises(ConfigurationError, match=f"{kind.__name__}.steps"):
+    for steps in (-1, 1.0, True, None, 65, 10**9):
+        words = f"{kind.__name__}.steps must be an integer from 0 to 64, as a host"
+        with pytest.raises(ConfigurationError, match=words):
             kind(steps)
     config = kind(2).get_config()
     assert config == {"method": kind.__name__, "steps": 2}

@@ -14,8 +14,12 @@ class Link:
 
     def __init__(self):
         self.may_go = threading.Event()
-        self.labels = []
+        self.labels, self.announced = [], []
         self.error = None
+
+    def announce(self, exchanges, channel):
+        assert channel == "late"
+        self.announced.append(exchanges)
 
     def sum(self, arrays, label, channel="step", wire_dtype=None, packed=()):
         assert channel == "late" and len({array.dtype for array in arrays}) == 1
@@ -43,6 +47,7 @@ def test_sums_of_all_types_come_in_their_places(link):
         assert [s.tolist() for s in sums] == [[2, 4], [6], [[8]]]
         assert [s.dtype for s in sums] == [m.dtype for m in mine]
     assert late.take(7) is None and late.look(8) is None
+    assert link.announced == [2]  # a sum for each type
     late.close()
 
 

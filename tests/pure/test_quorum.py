@@ -244,5 +244,5 @@ def test_rounds_of_a_second_optimizer_are_refused():
     """It would get the first one's rounds."""
     with group(1) as (hosts, _):
         other = QuorumRules(2, 0.0, 10, 2)
-        with pytest.raises(ConfigurationError, match="A second model"):
+        with pytest.raises(ConfigurationError, match="A second optimizer"):
             hosts[0].hosts.begin_quorum(other, [np.zeros(3, np.float32)])

@@ -10,6 +10,7 @@ import pytest
 
 from tests.pure.test_socket_link import on_workers
 from tfdp.errors import CollectiveError, WorkerLostError
+from tfdp.hosts.async_exchanges import AsyncSums
 from tfdp.hosts.host_link import Compared
 
 # None of them waits for it: each test would take twice as long.
@@ -57,6 +58,44 @@ def test_who_ends_early_says_so(workers, early, loops):
         )
         assert said.pop(str(early)) == "3"
         assert set(said.values()) == {"5"}
+
+
+def train_later(link, steps, loops=1):
+    """As `train`; a step takes the sums of the step before, and the end its own."""
+    later, made = AsyncSums(link), []
+    try:
+        for _ in range(loops):
+            made.clear()
+            with link.loop_of_steps(
+                lambda: str(len(made)), lambda: str(steps), "training"
+            ):
+                for step in range(steps):
+                    made.append(step)
+                    later.begin(step, [np.zeros(2), np.float32([1])], "gradients")
+                    if step:
+                        later.take(step - 1)
+                later.take(steps - 1)
+    finally:
+        later.close()
+    return len(made)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_loops_with_sums_that_come_later_go_on(workers):
+    work = lambda link: train_later(link, 3, loops=4)  # noqa: E731
+    assert on_workers(workers, work, timeout_seconds=TIMEOUT_SECONDS) == [3] * workers
+
+
+@pytest.mark.parametrize("workers, early", [(2, 0), (2, 1), (3, 1)])
+def test_who_ends_early_says_so_where_sums_come_later(workers, early):
+    work = lambda link: train_later(link, 2 if link.rank == early else 5)  # noqa: E731
+    start = time.monotonic()
+    errors = on_workers(workers, work, timeout_seconds=TIMEOUT_SECONDS)
+    assert time.monotonic() - start < TIMEOUT_SECONDS / 2
+    for rank, error in enumerate(errors):
+        assert type(error) is (CollectiveError if rank == early else WorkerLostError)
+        said = re.search(r"different numbers of steps .*: (.*?)\.", str(error)).group(1)
+        assert f"2 on worker {early}" in said and "5 on worker" in said
 
 
 def test_steps_without_an_exchange_are_compared_at_the_end():

@@ -45,6 +45,9 @@ class StandInLink(HostLink):
     def news(self):
         return None
 
+    def announce(self, exchanges, channel):
+        pass
+
     def start(self, call, *, only_within_a_loop=False):
         pass
 

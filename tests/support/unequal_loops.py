@@ -8,6 +8,7 @@ import sys
 import time
 
 import keras
+import numpy as np
 
 import tfdp
 from tests.support.parity import classification_data, dense_model
@@ -15,6 +16,7 @@ from tests.support.parity import classification_data, dense_model
 RANK = int(os.environ["TFDP_RANK"])
 FEWER, MORE = 2, 5
 ROWS, BATCH = 96, 12
+LATE = {"delayed": tfdp.sync.Delayed(1), "stale": tfdp.sync.BoundedStaleness(2)}
 
 
 class StopEarly(keras.callbacks.Callback):
@@ -47,6 +49,19 @@ def run(case, model, x, y):
         model.evaluate(x, y, batch_size=BATCH, steps=steps, verbose=0)
     elif case == "a callback":
         model.fit(x, y, batch_size=BATCH, callbacks=[StopEarly()], verbose=0)
+    elif case in LATE:
+        # The loss of an update that comes later is that of each worker's own rows.
+        x = np.array(x)
+        x[BATCH] = np.nan  # a row of worker 0
+        with model.distribute_strategy.scope():
+            model = dense_model()
+            optimizer = keras.optimizers.SGD(0.01)
+            optimizer = tfdp.DistributedOptimizer(optimizer, sync=LATE[case])
+            model.compile(
+                optimizer, "sparse_categorical_crossentropy", jit_compile=False
+            )
+        ends = keras.callbacks.TerminateOnNaN()
+        model.fit(x, y, batch_size=BATCH, shuffle=False, callbacks=[ends], verbose=0)
     elif case in ("evaluates after an epoch", "evaluates in an epoch"):
         event = "on_epoch_end" if "after" in case else "on_train_batch_end"
         evaluates = OnChief(event, lambda model: model.evaluate(x, y, verbose=0))

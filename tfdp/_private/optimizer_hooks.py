@@ -43,6 +43,12 @@ def rate_of(optimizer: keras.optimizers.Optimizer) -> float | None:
     return float(keras.ops.convert_to_numpy(optimizer.learning_rate))
 
 
+def rate_variable(optimizer: keras.optimizers.Optimizer) -> Any:
+    """The variable that holds the learning rate; None: a schedule, or a callable."""
+    rate = getattr(optimizer, "_learning_rate", None)
+    return rate.value if isinstance(rate, keras.Variable) else None
+
+
 def by_keras(optimizer: keras.optimizers.Optimizer, method: str) -> Callable[..., Any]:
     """A method above as the optimizer's class defines it, without overrides."""
     return functools.partial(getattr(type(optimizer), method), optimizer)

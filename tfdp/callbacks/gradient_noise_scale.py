@@ -14,6 +14,8 @@ from tfdp.checks import is_number
 from tfdp.compression.method import momentum_compression_of
 from tfdp.errors import ConfigurationError
 from tfdp.plan.noise_scale import NoiseAverage, NoiseEstimate, split_norms
+from tfdp.step.find_optimizers import optimizers_of
+from tfdp.step.local_run import optimizers_with_sync
 from tfdp.step.observers import NormsReader
 
 # (1 + decay) / (1 - decay), the number of steps that count, is `FEWEST_STEPS` here.
@@ -205,10 +207,11 @@ def _check_can_measure(model: keras.Model, name: str) -> None:
             "needs whole sums of gradients, but this optimizer exchanges compressed "
             "momentum. Estimate with keras.optimizers.Adam"
         )
-    elif getattr(optimizer, "sync", None) is not None:
+    elif optimizers_with_sync(optimizers_of(model), strategy):
         why = (
-            "needs the sums of all replicas' gradients, but with sync=... each trains "
-            "independently. Estimate without sync: the noise scale is the same"
+            "needs the sum of all replicas' gradients in each step, and with sync=... "
+            "it comes later, or there is none. Estimate without sync: the noise scale "
+            "is the same"
         )
     elif model.run_eagerly:
         why = "measures gradients in graphs. Compile with run_eagerly=False"

@@ -15,6 +15,8 @@ from tfdp.chain.step_times import StepTimes
 from tfdp.checks import check_whole
 from tfdp.errors import ConfigurationError
 from tfdp.plan.stragglers import Scores, SlowWorker
+from tfdp.step.find_optimizers import optimizers_of
+from tfdp.step.local_run import optimizers_with_sync
 from tfdp.step.observers import attach, detach
 
 # Fewer steps do not show what is usual.
@@ -160,7 +162,7 @@ def _check_can_measure(model: keras.Model) -> None:
     refuse_strategy(strategy, "Stragglers")
     for is_so, what in (
         (getattr(strategy, "elastic_hosts", None), "Communication(min_hosts=...)"),
-        (getattr(model.optimizer, "sync", None), "sync=..."),
+        (optimizers_with_sync(optimizers_of(model), strategy), "sync=..."),
         (model.run_eagerly, "run_eagerly=True"),
     ):
         if is_so:

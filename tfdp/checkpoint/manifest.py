@@ -160,8 +160,11 @@ def _optimizer(record: Mapping[str, Any]) -> OptimizerRecord:
     group_size = record.get("group_size")
     if group_size is not None and not is_count(group_size, least=1):
         raise ValueError("its group size is not a positive whole number")
+    sync = record.get("sync")
+    if not isinstance(sync, str | None):
+        raise ValueError("its sync is not text")
     indices = None if places is None else tuple(places)
-    return OptimizerRecord(tuple(names), indices, group_size)
+    return OptimizerRecord(tuple(names), indices, group_size, sync)
 
 
 def _entry(name: str, record: Mapping[str, Any], parts: int) -> EntryRecord:

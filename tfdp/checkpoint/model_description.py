@@ -81,6 +81,8 @@ class OptimizerRecord:
     # or they are not the model's.
     places: tuple[int, ...] | None
     group_size: int | None = None  # replicas that step together in local training
+    # That of a `DistributedOptimizer`, as text; "": none; None: of an older file.
+    sync: str | None = None
 
 
 def optimizer_records(model: keras.Model) -> tuple[OptimizerRecord, ...]:
@@ -90,7 +92,11 @@ def optimizer_records(model: keras.Model) -> tuple[OptimizerRecord, ...]:
     for optimizer in optimizers_of(model):
         names = tuple(type(one).__name__ for one in innermost_optimizers(optimizer))
         group_size = getattr(getattr(optimizer, "rounds", None), "group_size", None)
-        records.append(OptimizerRecord(names, _places(optimizer, places), group_size))
+        sync = getattr(optimizer, "sync", None)
+        record = OptimizerRecord(
+            names, _places(optimizer, places), group_size, repr(sync) if sync else ""
+        )
+        records.append(record)
     return tuple(records)
 
 
@@ -128,6 +134,21 @@ def build_as_saved(model: keras.Model, records: Sequence[OptimizerRecord]) -> No
             )
         with model.distribute_strategy.scope():
             optimizer.build([variables[place] for place in theirs.places])
+
+
+def other_sync(
+    here: Sequence[OptimizerRecord], saved: Sequence[OptimizerRecord]
+) -> str | None:
+    """How the `sync` of an optimizer differs from that in a checkpoint; None: not."""
+    for mine, theirs in zip(here, saved, strict=True):
+        if theirs.sync is not None and mine.sync != theirs.sync:
+            return (
+                f"The checkpoint is of a training with sync={theirs.sync or None}, and "
+                f"{mine.names[0]} has sync={mine.sync or None} here, which keeps other "
+                "state. Resume with the same sync, or restore the weights alone "
+                "(weights_only=True)."
+            )
+    return None
 
 
 def _text(records: Sequence[OptimizerRecord]) -> str:

@@ -16,7 +16,11 @@ from tfdp.checkpoint.array_files import ArrayFile, open_arrays
 from tfdp.checkpoint.entries import Entry, Rows, entries_of, sum_of
 from tfdp.checkpoint.hosts import Hosts
 from tfdp.checkpoint.manifest import EntryRecord, Manifest, part_name
-from tfdp.checkpoint.model_description import build_as_saved, optimizer_records
+from tfdp.checkpoint.model_description import (
+    build_as_saved,
+    optimizer_records,
+    other_sync,
+)
 from tfdp.data.places import Place
 from tfdp.errors import ConfigurationError, DataError
 from tfdp.step.find_optimizers import optimizers_of
@@ -69,6 +73,7 @@ def restore_entries(
       ConfigurationError: the checkpoint is of another model.
       DataError: a part does not match the manifest.
     """
+    why = None
     if weights_only:
         entries = entries_of(model)
         entries = {n: e for n, e in entries.items() if n.startswith("model/")}
@@ -76,7 +81,8 @@ def restore_entries(
         build_as_saved(model, manifest.optimizers)
         _create_lazy_state(model, manifest)
         entries = entries_of(model)
-    _check_same_model(entries, manifest.entries, weights_only)
+        why = other_sync(optimizer_records(model), manifest.optimizers)
+    _check_same_model(entries, manifest.entries, weights_only, why)
     before = _Workers.of_manifest(manifest)
     now = _Workers.of_model(model, hosts)
     for name, entry in entries.items():
@@ -122,39 +128,51 @@ def _create_lazy_state(model: keras.Model, manifest: Manifest) -> None:
 
 
 def _check_same_model(
-    entries: Mapping[str, Entry], records: Mapping[str, EntryRecord], weights_only: bool
+    entries: Mapping[str, Entry],
+    records: Mapping[str, EntryRecord],
+    weights_only: bool,
+    why: str | None,
 ) -> None:
+    """`why`: for which reason optimizers have other state; None: for none."""
+
+    def another(
+        name: str,
+        difference: str,
+        advice: str = "it is of another model or optimizer. Restore into the model "
+        "that was saved, or only the weights (weights_only=True)",
+    ) -> ConfigurationError:
+        if why is not None and OF_OPTIMIZER.match(name):
+            return ConfigurationError(why)
+        return ConfigurationError(f"{difference}: {advice}.")
+
     for name, entry in entries.items():
         if name not in records:
             if name.startswith(OPTIONAL) or COMPRESSION in name:
                 continue
-            raise _another_model(f"The checkpoint lacks {entry.path!r} ({name})")
+            raise another(name, f"The checkpoint lacks {entry.path!r} ({name})")
         if records[name].dtype != entry.dtype and not weights_only:
-            raise ConfigurationError(
+            raise another(
+                name,
                 f"{entry.path!r} ({name}) is of {entry.dtype}, and in the checkpoint "
-                f"of {records[name].dtype}. Use the dtype policy that the training "
-                "started with, or restore the weights alone (weights_only=True)."
+                f"of {records[name].dtype}",
+                "use the dtype policy that the training started with, or restore the "
+                "weights alone (weights_only=True)",
             )
         if records[name].shape != entry.shape:
-            raise _another_model(
+            raise another(
+                name,
                 f"{entry.path!r} ({name}) has the shape {entry.shape}, but "
-                f"{records[name].path!r} in the checkpoint has {records[name].shape}"
+                f"{records[name].path!r} in the checkpoint has {records[name].shape}",
             )
     left = [n for n in records if n not in entries and not n.startswith(OPTIONAL)]
     if weights_only:
         left = [name for name in left if name.startswith("model/")]
     if left:
-        raise _another_model(
+        raise another(
+            left[0],
             f"The checkpoint holds {records[left[0]].path!r} ({left[0]}) and "
-            f"{len(left) - 1} more that this model or optimizer lacks"
+            f"{len(left) - 1} more that this model or optimizer lacks",
         )
-
-
-def _another_model(difference: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"{difference}: it is of another model or optimizer. Restore into the model "
-        "that was saved, or only the weights (weights_only=True)."
-    )
 
 
 def _value(

@@ -98,6 +98,7 @@ class AsyncSums:
         # TensorFlow may own the caller's memory, and frees it at the step's end.
         own = [np.array(array, order="C") for array in arrays]
         with self._lock:
+            self._link.announce(len({array.dtype for array in own}), "late")
             self._sums[ticket] = self._thread.submit(self._sum, own, label)
 
     def _sum(self, arrays: list[np.ndarray], label: str) -> list[np.ndarray]:

@@ -218,10 +218,10 @@ class ElasticHosts:
         # By identity: each optimizer makes its own.
         if self._quorum_rules is not None and self._quorum_rules is not rules:
             raise ConfigurationError(
-                "A second model is trained with DiLoCo(quorum=...) or "
-                "BackupWorkers(...) in one process, and hosts keep the rounds of the "
-                "first. Train each such model in a job of its own, or use DiLoCo "
-                "without a quorum."
+                "A second optimizer, of this model or another, has DiLoCo(quorum=...) "
+                "or BackupWorkers(...) in one process, and hosts keep the rounds of "
+                "the first. Give a model one optimizer, and train each such model in "
+                "a job of its own; or use DiLoCo without a quorum."
             )
         if self._quorum is None:
             self._quorum_rules = rules

@@ -206,6 +206,11 @@ class HostLink(abc.ABC):
         """
 
     @abc.abstractmethod
+    def announce(self, exchanges: int, channel: str) -> None:
+        """Notes that the program begins so many exchanges of `channel`, which another
+        thread runs: `loop_of_steps` then finds a worker that begins fewer."""
+
+    @abc.abstractmethod
     def on_note(self, key: str, listener: Callable[[dict[int, str]], None]) -> None:
         """Calls `listener` with the notes now and at each new one, until all are there.
 

@@ -285,6 +285,9 @@ class SocketLink(HostLink):
     ) -> contextlib.AbstractContextManager[None]:
         return self._loops.loop(made, planned, name, compared)
 
+    def announce(self, exchanges: int, channel: str) -> None:
+        self._loops.announce(exchanges, channel)
+
     def sent_bytes(self, channel: str | None = None) -> int:
         channels = CHANNELS if channel is None else (channel,)
         sent = sum(self._channels[name].sent_bytes for name in channels)

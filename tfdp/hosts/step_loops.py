@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tfdp.errors import CollectiveError, WorkerLostError
 from tfdp.hosts.host_link import NOTHING_TO_COMPARE, Compared
@@ -19,8 +19,10 @@ from tfdp.hosts.membership import END_OF_SCRIPT, Membership
 from tfdp.hosts.messages import checked_integer, checked_text, parse_object, sentence
 from tfdp.hosts.worker_names import name_workers
 
-# Channels whose exchanges follow the program's order.
+# Channels whose exchanges follow the program's order; and those of exchanges that the
+# program begins in its order, and another thread runs later.
 CHANNELS = ("step", "host")
+LATER = ("late",)
 MOST_EXCHANGES = 1 << 63
 LONGEST_COUNT_CHARACTERS = 100
 LONGEST_TEXT_CHARACTERS = 1000
@@ -45,7 +47,7 @@ class _Place:
     """Where a worker was when it started or ended a loop."""
 
     event: str  # "started epoch 2 of fit (dataset 0)"
-    exchanges: dict[str, int]  # by channel, the number of its last exchange
+    exchanges: dict[str, int]  # by channel, how many the program had begun
     begun: int  # steps of the enclosing loop
     steps: str = ""  # that the ended loop has made, as text; "" at a start
     digest: str = ""  # see `Compared.digest`
@@ -59,7 +61,7 @@ class _Place:
             checked_text(fields.get("event"), LONGEST_TEXT_CHARACTERS),
             {
                 channel: checked_integer(exchanges.get(channel), 0, MOST_EXCHANGES)
-                for channel in CHANNELS
+                for channel in CHANNELS + LATER
             },
             checked_integer(fields.get("begun"), 0, MOST_EXCHANGES),
             checked_text(fields.get("steps"), LONGEST_COUNT_CHARACTERS),
@@ -79,6 +81,11 @@ class StepLoops:
         self._is_at_place = False
         self._last_event = "made its strategy"
         self._open: list[_Loop] = []  # outermost first
+        self._announced = dict.fromkeys(LATER, 0)
+
+    def announce(self, exchanges: int, channel: str) -> None:
+        """Counts exchanges of one of `LATER`, before the other thread runs them."""
+        self._announced[channel] += exchanges
 
     def start(self, call: str, *, only_within_a_loop: bool) -> None:
         if only_within_a_loop and not self._open:
@@ -105,11 +112,7 @@ class StepLoops:
         self, event: str, compared: Compared, *, is_end: bool, steps: str = ""
     ) -> None:
         digest = compared.digest(is_end=is_end)
-        membership = self._membership
-        exchanges = {
-            channel: membership.positions[channel][membership.rank]
-            for channel in CHANNELS
-        }
+        exchanges = self._under_way(CHANNELS) | self._announced
         mine = _Place(event, exchanges, self._begun, steps, digest)
         self._is_at_place = True
         try:
@@ -151,6 +154,11 @@ class StepLoops:
     def _begun(self) -> int:
         return int(self._open[-1].made().split()[0]) if self._open else 0
 
+    def _under_way(self, channels: Sequence[str]) -> dict[str, int]:
+        """By channel, the number of this worker's last exchange."""
+        positions, rank = self._membership.positions, self._membership.rank
+        return {channel: positions[channel][rank] for channel in channels}
+
     def in_vain(self) -> str | None:
         """Why an exchange of this worker will never end: another one is elsewhere."""
         if self._is_at_place:
@@ -158,14 +166,14 @@ class StepLoops:
         membership = self._membership
         # Read before the notes: read later, they could belong to the next barrier.
         key, begun = self._key, self._begun
-        mine = {name: membership.positions[name][membership.rank] for name in CHANNELS}
+        mine = self._under_way(CHANNELS + LATER)
         for rank, note in membership.notes_under(key).items():
             try:
                 theirs = _place_of(rank, note)
             except CollectiveError as error:
                 return str(error).rstrip(".")
             is_start = not theirs.steps
-            is_behind = any(theirs.exchanges[name] < mine[name] for name in CHANNELS)
+            is_behind = any(theirs.exchanges[name] < mine[name] for name in mine)
             # Only at a start: without a known number of steps a worker begins one more,
             # which finds the end of the input.
             if rank != membership.rank and (

@@ -13,6 +13,7 @@ import tensorflow as tf
 from keras.optimizers import Optimizer
 
 from tfdp._private.names import own_copy
+from tfdp._private.optimizer_hooks import rate_variable
 from tfdp.chain.reduction import Reduction, reduce
 from tfdp.chain.stages import chain_of
 from tfdp.errors import ConfigurationError
@@ -72,7 +73,7 @@ class BackupRounds(LocalTraining):
         """The learning rate, which callbacks may set on each host at another update:
         all hosts use the mean of those that came. None: a schedule's."""
         inner = getattr(self._optimizer, "inner_optimizer", self._optimizer)
-        rate = getattr(inner.learning_rate, "value", None)
+        rate = rate_variable(inner)
         return rate if isinstance(rate, LocalView) else None
 
     def _state_of_host(self) -> list[LocalView]:

@@ -3,12 +3,14 @@
 In the step with number c a host
 
     begins    the sum over the hosts of W_h g_h, of W_h (the weight of its batch), and
-              of the state of its layers, by rows
+              of the state of its layers, by rows; the learning rate is the first host's
     takes     sums of earlier steps, in their order (`LateQueue.take_due`)
-    updates   once by each: g = sum of W_h g_h / sum of W_h
+    updates   once by each: g = sum of W_h g_h / sum of W_h, at the learning rate that
+              came with it
 
 All hosts take the same sums in the same order, so weights after k updates have the same
-bits on all. Gradients travel without their loss scale: the sum gets that of its update.
+bits on all, whenever a program sets the learning rate. Gradients travel without their
+loss scale: the sum gets that of its update.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ import tensorflow as tf
 from keras.optimizers import Optimizer
 
 from tfdp._private.frames import loop_around
-from tfdp._private.optimizer_hooks import variable_index
+from tfdp._private.names import own_copy
+from tfdp._private.optimizer_hooks import rate_variable, variable_index
 from tfdp.chain.buffers import addend
 from tfdp.chain.reduction import Reduction, scale_when_summed
 from tfdp.errors import ConfigurationError
@@ -33,6 +36,7 @@ from tfdp.hosts.late_queue import LateQueue
 from tfdp.hosts.python_calls import counted
 from tfdp.seams.replace import replace_for_good
 from tfdp.seams.table import EPOCH_ITERATOR
+from tfdp.step.find_optimizers import innermost_optimizers
 from tfdp.step.local_run import LocalLook
 from tfdp.step.local_training import LocalTraining
 from tfdp.sync.late import LateSums
@@ -45,6 +49,8 @@ Update = Callable[[list[Any], list[Any]], None]
 WEIGHT, ROWS = -1, -2
 #: In a checkpoint, the place of the number of sums.
 COUNT = -3
+#: The place of the first learning rate; those of others follow downwards.
+RATE = -4
 
 _all: weakref.WeakSet[LateUpdates] = weakref.WeakSet()
 
@@ -85,8 +91,17 @@ class LateUpdates(LocalTraining):
         self.values.stored.on_the_way = [self._in_flight]
         for place, variable in enumerate(self._variables):
             self._add_place(place, variable.shape, _wide(variable.value.dtype))
+            variable.value.before_change = self._before_change
         for place in (WEIGHT, ROWS):
             self._add_place(place, (), tf.float32)
+        #: By place: the variables of learning rates; a schedule follows the updates.
+        self._rates: dict[int, LocalView] = {}
+        for leaf in innermost_optimizers(optimizer):
+            rate = rate_variable(leaf)
+            if isinstance(rate, LocalView):
+                self._rates[RATE - len(self._rates)] = rate
+        for place, rate in self._rates.items():
+            self._add_place(place, (), _wide(rate.dtype))
         #: By replica, while a step is traced: the start of its sum, and its places.
         self._begun: dict[int, tuple[tf.Tensor, list[int]]] = {}
         #: By replica, the last step that was traced.
@@ -100,7 +115,7 @@ class LateUpdates(LocalTraining):
         self._in_flight.add(place, self._specs[place])
 
     def _make_room_for(self, variable: LocalView) -> None:
-        place = len(self._specs) - 2  # after the gradients
+        place = self._places_of_state[-1]
         self._add_place(place, variable.shape, _wide(variable.dtype))
 
     @property
@@ -150,11 +165,19 @@ class LateUpdates(LocalTraining):
         ]
         state = [tf.cast(value, _wide(value.dtype)) for value in state]
         places = [variable_index(self._optimizer, one) for one in variables]
-        self._places = [*places, WEIGHT, ROWS, *self._places_of_state]
+        self._places = [*places, WEIGHT, ROWS, *self._rates, *self._places_of_state]
         begin = functools.partial(self._begin, tuple(self._places))
-        sent = [*parts, tf.cast(own_weight, tf.float32), rows, *state]
+        counts = [tf.cast(own_weight, tf.float32), rows]
+        sent = [*parts, *counts, *self._rates_to_send(rank), *state]
         self._begun[rank] = self._late.hand_over(begin, sent, rank), places
         return list(gradients)
+
+    def _rates_to_send(self, rank: int) -> list[tf.Tensor]:
+        """The learning rates, of which the first replica of all hosts sends its own."""
+        now = [own_copy(rate, rank).read_value() for rate in self._rates.values()]
+        now = [tf.cast(value, _wide(value.dtype)) for value in now]
+        is_first = self._strategy.extended.first_rank + rank == 0
+        return now if is_first else [tf.zeros_like(value) for value in now]
 
     def _begin(self, places: Sequence[int], *arrays: np.ndarray) -> None:
         self._in_flight.settle()
@@ -198,7 +221,8 @@ class LateUpdates(LocalTraining):
         number: int,
     ) -> tf.Tensor:
         state = self._places_of_state
-        sums = self._taken(number, [*places.values(), WEIGHT, ROWS, *state])
+        wanted = [*places.values(), WEIGHT, ROWS, *self._rates, *state]
+        sums = self._taken(number, wanted)
         weight, rows, scale = sums[WEIGHT], sums[ROWS], self._scale()
         for at, place in places.items():
             total = sums[place]
@@ -207,7 +231,8 @@ class LateUpdates(LocalTraining):
             if scale is not None:
                 mean *= tf.cast(scale, mean.dtype)
             reduction.gradients[at] = tf.cast(mean, reduction.variables[at].dtype)
-        update()
+        with self._at_rates(sums, reduction.rank):
+            update()
         for variable, place in zip(self._layer_state, state, strict=True):
             total = sums[place]
             mean = tf.math.divide_no_nan(total, tf.cast(rows, total.dtype))
@@ -215,6 +240,18 @@ class LateUpdates(LocalTraining):
             kept = outer.read_value()
             outer.assign(tf.where(rows > 0, tf.cast(mean, outer.dtype), kept))
         return tf.constant(True)
+
+    @contextlib.contextmanager
+    def _at_rates(self, sums: dict[int, tf.Tensor], rank: int) -> Iterator[None]:
+        """Within this, learning rates are those of the step of the gradients."""
+        kept = []
+        for place, rate in self._rates.items():
+            own = own_copy(rate, rank)
+            kept.append((own, own.read_value()))
+            own.assign(tf.cast(sums[place], own.dtype))
+        yield
+        for own, value in kept:
+            own.assign(value)
 
     def _taken(self, number: int, places: Sequence[int]) -> dict[int, tf.Tensor]:
         """A sum that was taken; zeros where a step had no such gradient."""
@@ -271,6 +308,12 @@ class LateUpdates(LocalTraining):
         """Makes all updates that are left if hosts may have made different ones."""
         if self.sync.takes_early:
             self.apply_in_flight()
+
+    def _before_change(self) -> None:
+        """Before a program assigns to a weight, on all hosts: makes the updates that
+        some hosts may have made."""
+        while self.sync.takes_early and len(self._queue):
+            self._apply_oldest()
 
 
 def _at_ends_of_loops(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -348,9 +391,14 @@ class _Stored(OfRanks):
     def _restore_from_tensors(
         self, restored_tensors: dict[str, tf.Tensor]
     ) -> tf.Operation:
-        stored = tf.ensure_shape(
-            restored_tensors["of_ranks"], [None, *self._spec.shape]
-        )
+        stored = restored_tensors["of_ranks"]
+        if stored.shape[1:] != self._spec.shape:
+            raise ConfigurationError(
+                f"The file holds sums under way of the shape {stored.shape[1:]}, and "
+                f"this optimizer keeps {self._spec.shape}: the file is of another "
+                "sync=... or another optimizer. Resume with the same, or read the file "
+                "into a model that is not compiled."
+            )
         self.assign_rows(stored.numpy())
         return tf.no_op()
 

@@ -29,6 +29,18 @@ def has_no_effect(sync: Policy, strategy: tf.distribute.Strategy) -> bool:
     return True
 
 
+def optimizers_with_sync(
+    optimizers: Sequence[Optimizer], strategy: tf.distribute.Strategy
+) -> list[Any]:
+    """Those of `optimizers` with a `sync` that has an effect under `strategy`."""
+    return [
+        optimizer
+        for optimizer in optimizers
+        if isinstance(getattr(optimizer, "sync", None), Policy)
+        and not has_no_effect(optimizer.sync, strategy)
+    ]
+
+
 def groups_across(strategy: tf.distribute.Strategy, across: str) -> Groups:
     """The replicas of this process that step together, by group; ConfigurationError if
     this strategy's replicas cannot train locally."""
@@ -92,15 +104,10 @@ def begin_local_run(
         # Others may be in a step, and eager replicas, which take turns, would hang.
         run.train_in(tuple((rank,) for rank in range(run.replicas)))
         return
-    syncs = {
-        o: o.sync
-        for o in optimizers
-        if isinstance(getattr(o, "sync", None), Policy)
-        and not has_no_effect(o.sync, strategy)
-    }
-    if not syncs or name_of_step(step) != "train_step":
+    own = optimizers_with_sync(optimizers, strategy)
+    if not own or name_of_step(step) != "train_step":
         return
-    across = {sync.across for sync in syncs.values()}
+    across = {optimizer.sync.across for optimizer in own}
     if len(across) > 1:
         raise ConfigurationError(
             "One model is trained by optimizers whose sync=... says across='hosts' and "
@@ -116,15 +123,15 @@ def begin_local_run(
             "sync=... has not been shown to work with jit_compile=True. Compile the "
             "model with jit_compile=False."
         )
-    if all(sync.trains_locally for sync in syncs.values()):
-        run.train_in(groups_across(strategy, across.pop()))
-    elif len(syncs) > 1:
+    if len(own) > 1 and getattr(strategy, "elastic_hosts", None) is not None:
         raise ConfigurationError(
-            "One model is trained by several optimizers with sync=..., one of them "
-            "BackupWorkers(...): one round would wait for another. Give one optimizer "
-            "for all variables."
+            "One model is trained by several optimizers with sync=... under "
+            "Communication(min_hosts=...), where an update has one round of hosts. "
+            "Give one optimizer for all variables, or leave out min_hosts."
         )
-    for place, optimizer in enumerate(syncs):
+    if all(optimizer.sync.trains_locally for optimizer in own):
+        run.train_in(groups_across(strategy, across.pop()))
+    for place, optimizer in enumerate(own):
         # What layers store belongs to the model: its first optimizer handles it.
         state = step.__self__.non_trainable_variables if place == 0 else ()
         optimizer.train_apart([variable.value for variable in state], run)
@@ -136,8 +143,8 @@ def refuse_in_local_run(run: Step) -> None:
         raise ConfigurationError(
             "A layer, a loss or a step of your own sums over all replicas "
             "(all_reduce, synchronized batch normalization, a variable with "
-            "aggregation 'mean' or 'sum'), and with sync=... replicas train locally: "
-            "most steps exchange nothing. Leave that sum out, or sync."
+            "aggregation 'mean' or 'sum'), and with sync=... replicas do not wait for "
+            "each other within a step. Leave that sum out, or sync."
         )
 
 

@@ -40,6 +40,7 @@ class LocalTraining(Stage):
     def before_step(self, run: Step) -> None:
         """Call it outside of replicas."""
         self.values.settle()
+        run.layer_state_kept.update(map(id, self._layer_state))
 
     def keep_layer_state(self, variables: Sequence[Any]) -> None:
         """Gives the state of layers (moving statistics) local values, too."""
@@ -87,12 +88,11 @@ class LocalTraining(Stage):
 
     def _take_state(self, run: Step, rank: int) -> list[LocalView]:
         state = run.take_local_state(rank)
-        known = set(map(id, self._layer_state))
         for variable in state:
-            if id(variable) not in known:
+            if id(variable) not in run.layer_state_kept:
                 raise ConfigurationError(
-                    f"A step stores into {variable.name!r}, which is none of the "
-                    "model's variables, and with sync=... replicas train locally: each "
+                    f"A step stores into {variable.name!r}, which is no state of the "
+                    "model's layers, and with sync=... replicas train locally: each "
                     "would store another value. Make it a weight of a layer "
                     "(add_weight(trainable=False)), or leave sync out."
                 )

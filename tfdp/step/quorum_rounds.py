@@ -88,6 +88,14 @@ def quorum_rounds(
             f"DiLoCo.quorum must be from Communication(min_hosts={least}) to the "
             f"number of hosts, {hosts}. Received: {quorum}."
         )
+    timeout = pipeline.communication.timeout_seconds
+    if sync.grace_seconds and (quorum == hosts or sync.grace_seconds >= timeout):
+        raise ConfigurationError(
+            "DiLoCo.grace_seconds must be below Communication(timeout_seconds="
+            f"{timeout:g}), after which a host counts as lost, and is 0 where the "
+            f"quorum is all {hosts} hosts: such a round has nothing to wait for. "
+            f"Received: quorum={quorum}, grace_seconds={sync.grace_seconds:g}."
+        )
     if quorum == hosts:
         return elastic
     rules = QuorumRules(quorum, sync.grace_seconds, sync.every, KEPT_ROUNDS)

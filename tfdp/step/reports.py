@@ -21,7 +21,7 @@ import tensorflow as tf
 from tfdp._private.keras_models import metrics_of_layers, metrics_within, own_values
 from tfdp._private.names import DistributedVariable, current_rank
 from tfdp.lint.op_kinds import is_constant
-from tfdp.lint.registry import key_of
+from tfdp.lint.registry import is_of_graph, key_of
 from tfdp.seams.replace import Override, instead, replace_for_good
 from tfdp.step.local_run import SumOverHosts, summed_over_hosts
 from tfdp.tracing.keras_steps import as_tensors
@@ -223,7 +223,14 @@ def reduce_logs(
       noted: the results of metrics in `run`.
       parts_of: returns the values of this host's replicas.
       sum_over_hosts: sums a vector; None: there is one host.
+
+    In local training hosts do not wait for each other, so the result is this host's.
     """
+    if run.is_local and sum_over_hosts is not None:
+        _warn_of_own_logs(logs, run, parts_of)
+        sum_over_hosts = None
+    if run.replicas == 1:
+        return logs
     leaves = [_read(leaf) for leaf in tf.nest.flatten(logs)]
     sums: dict[Any, tf.Tensor] = {}
     types: dict[int, tf.DType] = {}
@@ -262,6 +269,24 @@ def reduce_logs(
                 wholes.append(whole if name is None else whole[name])
             leaves[place] = derived[place].of(wholes)
     return tf.nest.pack_sequence_as(logs, leaves)
+
+
+def _warn_of_own_logs(
+    logs: Any, run: Step, parts_of: Callable[[Any], Sequence[Any]]
+) -> None:
+    """Warns of numbers of its own rows that a step returns; those of metrics cover all
+    hosts when an epoch ends."""
+    for leaf in tf.nest.flatten(logs):
+        part = _read(parts_of(leaf)[0])
+        if is_of_graph(part) and run.analysis(0).value(part).is_of_own_rows:
+            run.suspicions.add(
+                "a number is returned that depends on the rows of the batch, and with "
+                "sync=... hosts do not add it up: the logs of each host have that of "
+                "its own rows, so a callback that acts on it may act on one host only. "
+                "Count it in a metric (keras.metrics.Mean), whose number at the end of "
+                "an epoch covers all hosts",
+                "own logs",
+            )
 
 
 def _read(value: Any) -> Any:

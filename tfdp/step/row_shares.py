@@ -72,7 +72,7 @@ class RowShares(Stage):
     def attach(self, run: Step) -> None:
         """Lets `run` be measured, if it trains."""
         if run.is_local:
-            self.refuse("with sync=... each host trains at its own speed already")
+            self.refuse("with sync=... a step has no sum of all hosts to decide by")
         run.stages.append(self)
 
     def refuse(self, why: str) -> NoReturn:

@@ -199,12 +199,9 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
             warn_of_same_rows(self, call.arguments, run)
 
         # What they return: numbers of all rows, and the predictions of real rows.
-        if call.is_reported and run.replicas > 1:
-            # In local training, a step's logs are this host's.
-            over_hosts = None if run.is_local else self._sum_of_logs
-            result = reduce_logs(
-                result, run, noted, self.experimental_local_results, over_hosts
-            )
+        if call.is_reported:
+            parts_of = self.experimental_local_results
+            result = reduce_logs(result, run, noted, parts_of, self._sum_of_logs)
         self._warn_of_local_mean(call.model, call.fn, run)
         is_split = call.is_prediction and self._replicas > 1
         if is_split and run.batch.counts is not None and not self.compiles_steps:

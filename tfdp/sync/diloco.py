@@ -50,7 +50,8 @@ class DiLoCo(Sync):
       quorum: K, how many of the H hosts a round waits for, from
         `Communication(min_hosts=...)`, which it needs, to H. None, or H: for all. If
         fewer than K are alive, for those.
-      grace_seconds: how long a round then waits for the other hosts, at least 0.
+      grace_seconds: how long a round then waits for the other hosts, from 0 to below
+        `Communication(timeout_seconds=...)`; 0 with a quorum of H.
 
     With a quorum below H only hosts that come in time count, each by the rows n_i that
     it has read since its last round:
@@ -70,7 +71,8 @@ class DiLoCo(Sync):
     `quorum` out.
 
     Raises:
-      ConfigurationError: when a value is out of its range.
+      ConfigurationError: when a value is out of its range; when training begins, if it
+        does not fit the hosts.
 
     Cost: for n bytes of weights on H hosts 2 n (H - 1) / H bytes on the wire per host
     and round, in `fragments` exchanges, and nothing in between; 2 n bytes more memory

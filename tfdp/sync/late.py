@@ -7,11 +7,14 @@ from typing import ClassVar
 
 from tfdp.sync.policy import Policy, check_whole
 
+#: Each host keeps `steps` + 1 copies of all gradients in its memory.
+MOST_STEPS = 64
+
 
 class LateSums(Policy):
     """Sums of gradients over hosts that travel while the next steps compute.
 
-    steps           the most steps between a gradient and its update, at least 0
+    steps           the most steps between a gradient and its update, 0 to MOST_STEPS
     takes_early     whether a host also takes a sum that is complete before it is due
     updates_a_step  the most updates in one step
     """
@@ -21,7 +24,8 @@ class LateSums(Policy):
     updates_a_step: ClassVar[int]
 
     def __post_init__(self) -> None:
-        check_whole(self, "steps", 0)
+        why = ", as a host keeps the sums of so many steps in its memory"
+        check_whole(self, "steps", 0, MOST_STEPS, why)
 
     @property
     def is_plain(self) -> bool:
@@ -40,11 +44,12 @@ class Delayed(LateSums):
     The first d steps make no update. The end of an epoch (and of `fit`) makes the d
     updates that are left, so that each gradient is used once. All hosts have the same
     weights in every step. Clipping, momentum, decay and averages act on the sum when
-    it arrives. An overflow with `dynamic_loss_scale` is found d steps late: up to
-    d + 1 updates are skipped, and each halves the scale.
+    it arrives. A learning rate that the program sets counts for the gradients of the
+    steps that follow, as in plain training. An overflow with `dynamic_loss_scale` is
+    found d steps late: up to d + 1 updates are skipped, and each halves the scale.
 
     Args:
-      steps: d, the delay in updates, at least 0. 0 is training without `sync`.
+      steps: d, the delay in updates, from 0 to 64. 0 is training without `sync`.
 
     Raises:
       ConfigurationError: when `steps` is out of its range.
@@ -87,7 +92,7 @@ class BoundedStaleness(LateSums):
     checkpoint make the updates that are left: there all hosts have the same weights.
 
     Args:
-      steps: s, at least 0. 0 is training without `sync`.
+      steps: s, from 0 to 64. 0 is training without `sync`.
 
     Raises:
       ConfigurationError: when `steps` is out of its range.
@@ -96,9 +101,8 @@ class BoundedStaleness(LateSums):
     of one host, of up to s steps, costs the others nothing; a host that is always slow
     still sets the pace.
 
-    A learning rate must come from a schedule of the optimizer, or change between
-    epochs: set in a step, it would act on other updates on each host, which the
-    comparison of weights at the end of `fit` reports.
+    An update has the learning rate that the first host had in the step of its gradient:
+    a program may set it in any step.
 
     Effect: results depend on timing; see `Delayed` for learning rate and momentum.
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, ClassVar
 
-from tfdp.checks import is_number, is_whole
+from tfdp import checks
 from tfdp.errors import ConfigurationError
 
 
@@ -41,21 +42,19 @@ class Policy:
         return {"method": type(self).__name__, **values}
 
 
-def check_whole(policy: Policy, name: str, least: int) -> None:
-    """Requires an integer of at least `least`."""
-    value = getattr(policy, name)
-    if not is_whole(value, least=least):
-        raise ConfigurationError(
-            f"{type(policy).__name__}.{name} must be an integer of at least {least}. "
-            f"Received: {value!r}."
-        )
+def check_whole(
+    policy: Policy, name: str, least: int, most: float = math.inf, why: str = ""
+) -> None:
+    """Requires an integer from `least` to `most`."""
+    named = f"{type(policy).__name__}.{name}"
+    checks.check_whole(named, getattr(policy, name), least, most, why)
 
 
 def check_fraction(policy: Policy, name: str, *, below_one: bool) -> None:
     """Requires a finite number of at least 0, with `below_one` below 1."""
     value = getattr(policy, name)
     most = 1.0 if below_one else float("inf")
-    if not is_number(value) or not 0.0 <= value < most:
+    if not checks.is_number(value) or not 0.0 <= value < most:
         rule = "from 0 to below 1" if below_one else "of at least 0, and finite"
         raise ConfigurationError(
             f"{type(policy).__name__}.{name} must be a number {rule}. "

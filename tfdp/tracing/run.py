@@ -146,6 +146,8 @@ class Step:
     synchronizes_at_end: bool = False
     #: Ids of those buffers, as the first replica found them; None: not computed yet.
     late_buffers: set[int] | None = None
+    #: Local training: ids of state of layers that one of the optimizers keeps.
+    layer_state_kept: set[int] = field(default_factory=set)
     #: Why state that is stored after the update is refused; "": it is not.
     refuses_late_state: str = ""
     #: Ids of variables in which replicas accumulate their own sums of gradients.

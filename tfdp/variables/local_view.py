@@ -32,6 +32,8 @@ class LocalView(MirroredVariable):
     #: The local variables, by replica, or None.
     _local: list[tf.Variable] | None = None
     _listeners: tuple[NoteChange, ...] = ()
+    #: Called before an assignment outside of replicas.
+    before_change: Callable[[], None] | None = None
     #: Whether each group of replicas in local training has its own value.
     is_of_group = False
     #: The number of replicas of such a group.
@@ -89,6 +91,8 @@ class LocalView(MirroredVariable):
     def _update_cross_replica(
         self, update_fn: Callable, value: Any, **kwargs: Any
     ) -> Any:
+        if self.before_change is not None and tf.executing_eagerly():
+            self.before_change()
         result = super()._update_cross_replica(update_fn, value, **kwargs)
         self._notify()
         return result

@@ -235,9 +235,10 @@ class ReplicaMirroredVariable(PythonValue, HandleOfReplica, OwnMeans, LocalView)
         if run.is_updating:
             return value  # optimizer state, of which each group has its own
         raise ConfigurationError(
-            f"{self.name!r} takes the value of the first replica in every step, which "
-            "is an exchange, but with sync=... replicas train locally. Create the "
-            "variable with aggregation='none', or leave out sync."
+            f"A step stores into {self.name!r}, which takes the value of the first "
+            "replica, and with sync=... replicas do not wait for each other within a "
+            "step. Set a learning rate by a schedule, or by a callback between steps; "
+            "create another variable with aggregation='none'. Or leave out sync."
         )
 
     def _weighted_by_rows(self, value: tf.Tensor) -> tf.Tensor:

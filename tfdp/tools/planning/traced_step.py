@@ -315,6 +315,9 @@ class _AbsentPeers(HostLink):
     def news(self) -> str | None:
         return None
 
+    def announce(self, exchanges: int, channel: str) -> None:
+        pass
+
     def sent_bytes(self, channel: str | None = None) -> int:
         return 0
 
