@@ -371,7 +371,8 @@ class PushLink:
         except BaseException as error:
             if not self._is_closed:
                 reason = f"a push of worker {rank} to worker {self._link.rank} failed"
-                self._link.give_up(f"{reason}: {type(error).__name__}: {error}")
+                self._failure = f"{reason}: {type(error).__name__}: {error}"
+                self._link.give_up(self._failure)
         finally:
             wire.close()
 
@@ -383,17 +384,11 @@ class PushLink:
         rate = message.get("rate")
         if not is_number(rate) or not math.isfinite(rate):
             raise ValueError("not a learning rate")
-        counts, places = message.get("parts"), len(self._dtypes)
-        if not isinstance(counts, list) or len(counts) > places:
-            raise ValueError("not a list of parts")
-        parts: dict[int, np.ndarray | Rows] = {}
-        for pair in counts:
-            if not isinstance(pair, list) or len(pair) != 2:
-                raise ValueError("not a part")
-            place = checked_integer(pair[0], 0, places - 1)
-            if place in parts:
-                raise ValueError("a part that came twice")
-            parts[place] = self._accept_part(wire, place, pair[1])
+        counts = self._checked_counts(message.get("parts"))
+        parts = {
+            place: self._accept_part(wire, place, count)
+            for place, count in counts.items()
+        }
         with self._changed:
             while self.generation < generation:
                 self._check_open()
@@ -405,10 +400,23 @@ class PushLink:
             )
         return Push(rank, version, float(rate), parts) if parts else None
 
-    def _accept_part(self, wire: Watched, place: int, count: Any) -> np.ndarray | Rows:
-        own, layouts = self._link.rank, self._layouts
-        dtype, (first, end) = self._dtypes[place], layouts.rows(place, own)
-        count = checked_integer(count, -1, max(end - first, 0))
+    def _checked_counts(self, pairs: Any) -> dict[int, int]:
+        """By place, how many rows come; -1: the whole part."""
+        if not isinstance(pairs, list):
+            raise ValueError("not a list of parts")
+        counts: dict[int, int] = {}
+        for pair in pairs:
+            if not isinstance(pair, list) or len(pair) != 2:
+                raise ValueError("not a part")
+            place = checked_integer(pair[0], 0, len(self._dtypes) - 1)
+            first, end = self._layouts.rows(place, self._link.rank)
+            if place in counts:
+                raise ValueError("a part that came twice")
+            counts[place] = checked_integer(pair[1], -1, max(end - first, 0))
+        return counts
+
+    def _accept_part(self, wire: Watched, place: int, count: int) -> np.ndarray | Rows:
+        own, layouts, dtype = self._link.rank, self._layouts, self._dtypes[place]
         if count < 0:
             part = np.empty(layouts.length(place, own), dtype)
             wire.fill([part])
@@ -416,6 +424,7 @@ class PushLink:
         indices = np.empty(count, np.int64)
         values = np.empty((count, layouts.row_elements(place)), dtype)
         wire.fill([indices, values])
+        first, end = layouts.rows(place, own)
         if count and not (
             first <= indices[0] and indices[-1] < end and np.all(np.diff(indices) > 0)
         ):
@@ -444,14 +453,14 @@ class PushLink:
         link.on_note(key, hear)
         seen, since = self._owner.version, time.monotonic()
         notice = since + NOTICE_SECONDS
-        while not all_here.wait(POLL_SECONDS):
+        while not all_here.wait(POLL_SECONDS) or self._failure:
             now, reason = time.monotonic(), self._failure or link.news()
             missing = sorted(set(range(everyone)) - notes.keys())
             if seen != self._owner.version:
                 seen, since = self._owner.version, now
             if reason is None and now - since > link.timeout_seconds:
                 reason = late_reason(name_workers(missing), link.timeout_seconds)
-            if reason is not None and not all_here.is_set():
+            if reason is not None:
                 raise self._lost(f"waited at the {where}", reason)
             if now > notice:
                 log_waiting(link.rank, NOTICE_SECONDS, f"the {where}", missing)
