@@ -1,6 +1,7 @@
 """Hosts that push gradients at their own pace to the owners of the weights."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -28,6 +29,14 @@ BOUND = 4e-5
 ADAM_BOUND = 5e-5
 
 
+REFUSED = {
+    "outside_of_fit": "ConfigurationError: .*this step is outside of it",
+    "assigned_within": "Weights were assigned, or restored, within an epoch",
+    "guarded": "ConfigurationError: .*NaNGuard",
+    "constrained": "ConfigurationError: .* has a constraint",
+}
+
+
 @pytest.mark.worth_seconds(120)
 @pytest.mark.parametrize(
     "devices", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["2x1", "2x2"]
@@ -46,6 +55,9 @@ def test_hosts_train_at_their_own_pace(tmp_path, devices):
     check_embeddings(both("embeddings"))
     check_unequal(both("unequal"))
     check_looks(both("looks"))
+    for each in both("refused"):
+        for name, said in REFUSED.items():
+            assert re.search(said, each[name]), each[name]
     for each in both("learned"):
         # One device reaches 99.8%; guessing is 10%.
         assert each["accuracy"] > 0.98

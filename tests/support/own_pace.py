@@ -242,7 +242,47 @@ def learned(strategy, folder):
     return {"accuracy": accuracy, "staleness": model.optimizer.staleness_counts}
 
 
-SCENARIOS = [replay, embeddings, unequal, looks, learned]
+def refused(strategy, folder):
+    """What cannot work, by what was said; all workers do the same."""
+    x, y = regression_data(16)
+    sgd = lambda: keras.optimizers.SGD(0.01)  # noqa: E731
+    options = {"batch_size": BATCH, "verbose": 0}
+
+    def said(work):
+        try:
+            work()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    def outside_of_fit():
+        compiled(strategy, linear_model, sgd).train_on_batch(x, y)
+
+    def assigned_within():
+        model = compiled(strategy, linear_model, sgd)
+        weights = model.get_weights()
+        assign = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: model.set_weights(weights)
+        )
+        model.fit(x, y, callbacks=[assign], **options)
+
+    def guarded():
+        model = compiled(strategy, linear_model, sgd)
+        guard = tfdp.callbacks.NaNGuard("skip")
+        model.fit(x, y, callbacks=[guard], **options)
+
+    def constrained():
+        def build():
+            layer = keras.layers.Dense(1, kernel_constraint="unit_norm")
+            return keras.Sequential([keras.Input((5,)), layer])
+
+        compiled(strategy, build, sgd).fit(x, y, **options)
+
+    works = [outside_of_fit, assigned_within, guarded, constrained]
+    return {work.__name__: said(work) for work in works}
+
+
+SCENARIOS = [replay, embeddings, unequal, looks, learned, refused]
 
 
 def main(folder, names):

@@ -95,7 +95,16 @@ class OwnPace(LocalTraining):
                 "gradients (NaNGuard, GradientNoiseScale, AdaScale, Stragglers): no "
                 "step has such a sum. Leave them out, or sync."
             )
+        self._refuse_outside_of_fit()
         super().before_step(run)
+
+    def _refuse_outside_of_fit(self) -> None:
+        if not self._is_open:
+            raise ConfigurationError(
+                "sync=Asynchronous() trains in model.fit, and this step is outside of "
+                "it (train_on_batch, or an optimizer built in a step): hosts meet "
+                "where an epoch ends. Call model.fit, or leave out sync."
+            )
 
     def reduced(
         self,
@@ -138,12 +147,7 @@ class OwnPace(LocalTraining):
         *arrays: np.ndarray,
     ) -> list[np.ndarray]:
         """Called in a step, on the first replica's thread."""
-        if not self._is_open or self._pushes is None or self._owner is None:
-            raise ConfigurationError(
-                "sync=Asynchronous() trains in model.fit, and this step is outside of "
-                "it (train_on_batch, or an optimizer built in a step): hosts meet "
-                "where an epoch ends. Call model.fit, or leave out sync."
-            )
+        self._refuse_outside_of_fit()
         if self.values.were_assigned:
             raise ConfigurationError(
                 "Weights were assigned, or restored, within an epoch of a training "
@@ -152,15 +156,17 @@ class OwnPace(LocalTraining):
             )
         if not np.isfinite(rate):
             raise ConfigurationError(f"The learning rate must be finite, not {rate}.")
-        given = iter(arrays)
+        values = iter(arrays)
         gradients: dict[int, np.ndarray | Rows] = {}
         for place, of_rows in zip(places, are_rows, strict=True):
-            value = next(given)
-            gradients[place] = _in_order(value, next(given)) if of_rows else value
+            value = next(values)
+            gradients[place] = _in_order(value, next(values)) if of_rows else value
         self._rows += float(rows)
         # Without rows the gradient is none: a push of it would count as an update.
-        weights = self._pushes.push(float(rate), gradients if rows > 0 else {})
-        return [np.array(self._owner.version, np.int64), *weights]
+        given = gradients if rows > 0 else {}
+        weights = self._pushes.push(float(rate), given)  # type: ignore[union-attr]
+        version = self._owner.version  # type: ignore[union-attr]
+        return [np.array(version, np.int64), *weights]
 
     def around(self, reduction: Reduction, update: Callable[[], Any]) -> None:
         """Stores what came back in the place of the update."""
