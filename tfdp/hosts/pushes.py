@@ -278,8 +278,10 @@ class PushLink:
         }
         wire.send_line(message)
         for part in parts.values():
-            is_rows = isinstance(part, Rows)
-            wire.send(*([part.indices, part.values] if is_rows else [part]))
+            if isinstance(part, Rows):
+                wire.send(part.indices, part.values)
+            else:
+                wire.send(part)
 
     def _receive(self, wire: Watched, owner: int, wholes: list[np.ndarray]) -> int:
         message = wire.receive_line()

@@ -270,9 +270,9 @@ class WatchedValues(LocalValues):
 
     were_assigned = False
 
-    def _note_change(self, rank: int | None = None) -> None:
+    def note_change(self, rank: int | None = None) -> None:
         self.were_assigned = True
-        super()._note_change(rank)
+        super().note_change(rank)
 
 
 def _is_rows(gradient: Any) -> bool:
