@@ -246,7 +246,8 @@ class PushLink:
         ]
         parts = self._parts_for(own, gradients)
         mine = Push(own, self._versions[own], rate, parts) if parts else None
-        self._versions[own], weights = self._in_turn(mine)
+        with self._explaining(own):
+            self._versions[own], weights = self._in_turn(mine)
         self._put(wholes, own, weights)
         for rank, wire in wires.items():
             with self._explaining(rank):
@@ -350,7 +351,11 @@ class PushLink:
                 self._owner.apply(push)
             return self._owner.version, self._owner.weights()
 
-        return self._turns.submit(apply).result()
+        try:
+            turn = self._turns.submit(apply)
+        except RuntimeError as error:  # this process is about to end
+            raise ConnectionAbortedError("closed here") from error
+        return turn.result()
 
     # The owner's side.
 

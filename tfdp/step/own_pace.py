@@ -127,8 +127,10 @@ class OwnPace(LocalTraining):
         types = [variable.value.dtype for variable in variables]
         rate = tf.convert_to_tensor(self._inner.learning_rate)
         numbers = [tf.cast(rate, tf.float32), run.total_in_group(rank)]
+        # TensorFlow keeps functions of its graphs: this training may end before.
+        push, are_rows = weakref.WeakMethod(self._push), list(map(_is_rows, gradients))
         self._pulled[rank] = self._transport.late.call_with(
-            functools.partial(self._push, places, list(map(_is_rows, gradients))),
+            lambda *arrays: push()(places, are_rows, *arrays),  # type: ignore[misc]
             numbers,
             [_cast(g, dtype) for g, dtype in zip(gradients, types, strict=True)],
             by_keras(self._inner, CLIP),
