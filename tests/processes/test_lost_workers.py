@@ -86,6 +86,17 @@ def test_who_waits_for_a_late_sum_is_told(how, sync):
         assert time_of("ended", text) - time_of("failing", output) < SOON_SECONDS
 
 
+@pytest.mark.worth_seconds(30)
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_who_pushes_at_its_own_pace_is_told(how):
+    """The others push to the failed one, or wait for it where the epoch ends."""
+    survivors, output = lose_a_worker(how, "auto", "own pace")
+    for rank, text in survivors.items():
+        said = rf"WorkerLostError: Worker {rank} (pushed to|waited) .*{FAILURES[how]}"
+        assert re.search(said, text), text
+        assert time_of("ended", text) - time_of("failing", output) < SOON_SECONDS
+
+
 # What ends worker 1 with 0 -> what the launcher says of it.
 LEFT_EARLY = {
     "if RANK == 1: sys.exit(0)": "before it joined the training (it never made a",

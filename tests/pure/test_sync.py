@@ -44,7 +44,7 @@ DILOCO, LOCAL_SGD = tfdp.sync.DiLoCo, tfdp.sync.LocalSGD
         (lambda: tfdp.sync.BackupWorkers(-1), "BackupWorkers.spare must be an integer"),
         (
             lambda: checked_sync("diloco"),
-            "sync must be one of tfdp.sync.BackupWorkers",
+            "sync must be one of tfdp.sync.Asynchronous",
         ),
         (lambda: checked_sync(DILOCO), "sync must be"),
         (lambda: checked_sync({"method": "Mine"}), "sync must be"),

@@ -395,6 +395,8 @@ def main(path, shard, names):
     assert len(shares) >= (strategy.hosts if balance else 0), shares
     loaded = {"tfdp.plan.balance", "tfdp.step.row_shares"} & set(sys.modules)
     assert bool(loaded) == bool(balance), loaded
+    own_pace = {"tfdp.hosts.pushes", "tfdp.step.own_pace", "tfdp.step.owned_parts"}
+    assert not own_pace & set(sys.modules)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ FAILING_WORKER = 1
 SYNCS = {
     "delayed": tfdp.sync.Delayed(1),
     "bounded": tfdp.sync.BoundedStaleness(2),
+    "own pace": tfdp.sync.Asynchronous(),
 }
 
 

@@ -96,6 +96,11 @@ def states_by_weight(
     ]
 
 
+def decays(optimizer: keras.optimizers.Optimizer, variable: Any) -> bool:
+    """Whether weight decay of `optimizer`, if any, acts on `variable`."""
+    return bool(optimizer._use_weight_decay(variable))
+
+
 def is_between_updates(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether `optimizer` holds accumulated gradients."""
     own = getattr(optimizer, "has_accumulated", None)

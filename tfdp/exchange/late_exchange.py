@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from tfdp.hosts.async_exchanges import AsyncSums
 from tfdp.lint.registry import register_exchanged
 
 DONE, NUMBER = tf.TensorSpec([], tf.bool), tf.TensorSpec([], tf.int32)
+FIRST = 0
 Give = Callable[..., None]
 Decide = Callable[[], int]
 
@@ -50,6 +51,45 @@ class AsyncExchange:
         if rank:
             return tf.constant(True)
         return self._outer.call(_noting(give), sums, [DONE])[0]
+
+    def call_with(
+        self,
+        function: Callable[..., list[np.ndarray]],
+        numbers: Tensors,
+        gradients: Sequence[tf.Tensor | tf.IndexedSlices],
+        clip: Callable[[list[tf.Tensor]], Sequence[tf.Tensor]],
+        specs: Sequence[tf.TensorSpec],
+        rank: int,
+    ) -> list[tf.Tensor]:
+        """What `function` returns on the first replica of this host, on all of them.
+
+        `function` gets the first replica's `numbers`, and this host's sums of
+        gradients, clipped: of slices the values, each index once, and the indices.
+        Every replica calls it, in a graph; `specs` are of the results.
+        """
+        slices = [one for one in gradients if isinstance(one, tf.IndexedSlices)]
+        dense = [one for one in gradients if not isinstance(one, tf.IndexedSlices)]
+        sums = iter(self._inner.reduce(dense, rank))
+        inner, here = self._inner, self._inner.topology.all_ranks
+        joined = []
+        for one in slices:
+            key = f"{inner.begin(rank)}/rows"
+            joined.append(inner.hand.rows_at(one, rank, FIRST, here, key, summed=True))
+        results: Any = specs
+        if rank == FIRST:
+            of_slices = iter(joined)
+            totals = [
+                next(of_slices if isinstance(one, tf.IndexedSlices) else sums)
+                for one in gradients
+            ]
+            are_rows = [isinstance(total, tf.IndexedSlices) for total in totals]
+            pairs = list(zip(totals, are_rows, strict=True))
+            values = clip([total.values if rows else total for total, rows in pairs])
+            sent = list(numbers)
+            for (total, rows), value in zip(pairs, values, strict=True):
+                sent += [value, total.indices] if rows else [value]
+            results = self._outer.call(function, sent, specs)
+        return inner.broadcast(results, rank)
 
     def decide(self, number: Decide, after: tf.Tensor, rank: int) -> tf.Tensor:
         """What `number` returns when `after` exists, called on the first replica: an

@@ -1,4 +1,4 @@
-"""Local training (`DistributedOptimizer(sync=...)`): checks, rounds, late updates."""
+"""Local training (`DistributedOptimizer(sync=...)`): checks, and what it runs."""
 
 from __future__ import annotations
 
@@ -8,13 +8,22 @@ from typing import Any
 import keras
 
 from tfdp._private.names import is_default_strategy
-from tfdp._private.optimizer_hooks import averages_of, strategy_of
+from tfdp._private.optimizer_hooks import (
+    AFTER_ACCUMULATION,
+    AVERAGE,
+    BEFORE_ACCUMULATION,
+    averages_of,
+    strategy_of,
+)
 from tfdp.compression.method import momentum_compression_of
 from tfdp.errors import ConfigurationError
+from tfdp.sharding.optimizers import ELEMENTWISE, find_gradient_hook, is_own
+from tfdp.sharding.owners import definer_of
 from tfdp.sharding.updates import ACCUMULATOR_NAME, WEIGHT_NAME
 from tfdp.step.local_run import groups_across
 from tfdp.step.local_sgd import Rounds
 from tfdp.step.local_training import LocalTraining
+from tfdp.sync.asynchronous import Asynchronous
 from tfdp.sync.backup_workers import BackupWorkers
 from tfdp.sync.diloco import DiLoCo
 from tfdp.sync.late import LateSums
@@ -58,7 +67,11 @@ def make_local_training(
     if isinstance(sync, BackupWorkers):
         return make_backup_rounds(optimizer, sync, variables)
     strategy = strategy_of(optimizer)
-    if is_default_strategy(strategy) or not isinstance(sync, LateSums):
+    if is_default_strategy(strategy):
+        return None
+    if isinstance(sync, Asynchronous):
+        return make_own_pace(optimizer, sync, variables)
+    if not isinstance(sync, LateSums):
         return None
     groups = groups_across(strategy, sync.across)
     check_communication(strategy, sync)
@@ -97,9 +110,10 @@ def check_communication(strategy: Any, sync: Policy) -> None:
             "that train locally take the rows of an embedding as they come. Leave it "
             "out."
         )
-    if isinstance(sync, LateSums) and communication.min_hosts is not None:
+    is_own_pace = isinstance(sync, Asynchronous)
+    if (isinstance(sync, LateSums) or is_own_pace) and communication.min_hosts:
         raise ConfigurationError(
-            f"sync={sync!r} needs the gradients of all hosts, and "
+            f"sync={sync!r} needs all hosts, and "
             "Communication(min_hosts=...) lets hosts die and come back. Use "
             "tfdp.sync.DiLoCo with it, or leave min_hosts out."
         )
@@ -164,6 +178,75 @@ def make_backup_rounds(
         return None
     weights = [variable.value for variable in variables]
     return BackupRounds(sync, strategy, optimizer, weights, updates.value)
+
+
+def refuse_at_own_pace(optimizer: keras.optimizers.Optimizer) -> None:
+    """Refuses what `sync.Asynchronous` cannot do with these options."""
+    if not isinstance(optimizer.sync, Asynchronous):
+        return
+    inner = optimizer.inner_optimizer
+    kind = type(inner).__name__
+    definer = definer_of(inner, "update_step")
+    is_known = definer.__module__.startswith("keras.") and (
+        definer.__name__ in ELEMENTWISE and definer.__name__ != "ScheduleFreeAdamW"
+    )
+    hooks = (*BEFORE_ACCUMULATION, *AFTER_ACCUMULATION)
+    own = find_gradient_hook(inner, hooks) or is_own(inner, AVERAGE)
+    if own or not (is_known or getattr(inner, "is_elementwise", False)):
+        raise ConfigurationError(
+            f"sync=Asynchronous() gives each host a part of every weight, and {kind} "
+            "may need whole weights for its update. Use SGD, Adam, AdamW, RMSprop, "
+            "Adagrad, Adadelta, Adamax, Nadam, Ftrl or Lion, or set the class "
+            "attribute is_elementwise = True if its update of an element needs that "
+            "element only."
+        )
+    if optimizer.accumulate_steps > 1:
+        raise ConfigurationError(
+            "sync=Asynchronous() pushes the gradient of each step. Leave out "
+            f"accumulate_steps={optimizer.accumulate_steps}, and choose a larger batch "
+            "instead."
+        )
+    if optimizer.dynamic_loss_scale:
+        raise ConfigurationError(
+            "sync=Asynchronous() has no loss scale that all hosts share. Pass "
+            "dynamic_loss_scale=False, with the policy mixed_bfloat16 or float32."
+        )
+
+
+def make_own_pace(
+    optimizer: keras.optimizers.Optimizer,
+    sync: Asynchronous,
+    variables: Sequence[Any],
+) -> LocalTraining:
+    """The training of a built optimizer at the hosts' own pace."""
+    strategy = strategy_of(optimizer)
+    link, reducer = getattr(strategy, "link", None), strategy.extended.reducer
+    check_communication(strategy, sync)
+    if link is None or reducer.transport.name != "sockets":
+        raise ConfigurationError(
+            f"sync={sync!r} needs several hosts (tfdp.MultiHostDataParallelStrategy) "
+            "with Communication(engine='sockets'), over which they push. Received: "
+            f"{type(strategy).__name__} with the engine {reducer.transport.name!r}."
+        )
+    groups = groups_across(strategy, sync.across)
+    if reducer.communication.wire_dtype is not None:
+        raise ConfigurationError(
+            f"sync={sync!r} pushes gradients in the type of the weights. Leave out "
+            f"Communication(wire_dtype={reducer.communication.wire_dtype!r})."
+        )
+    for variable in variables:
+        if getattr(variable, "constraint", None) is not None:
+            raise ConfigurationError(
+                f"The weight {variable.path!r} has a constraint, which may need the "
+                f"whole weight, and with sync={sync!r} each host has a part. Leave out "
+                "one of the two."
+            )
+    # Its file is imported where it is used.
+    from tfdp.step.own_pace import OwnPace
+
+    return OwnPace(
+        sync, strategy, variables, group_size=len(groups[0]), optimizer=optimizer
+    )
 
 
 def refuse_outside_of_fit(optimizer: keras.optimizers.Optimizer) -> None:

@@ -20,6 +20,7 @@ from tfdp.checks import is_number, is_whole
 from tfdp.errors import ConfigurationError, ScopeError
 from tfdp.optimizers.apart import (
     make_local_training,
+    refuse_at_own_pace,
     refuse_outside_of_fit,
     refuse_with_sync,
 )
@@ -33,6 +34,7 @@ from tfdp.step.optimizers import (
     refuse_overwritten,
     takes_reduced,
 )
+from tfdp.sync.asynchronous import Asynchronous
 from tfdp.sync.backup_workers import BackupWorkers
 from tfdp.sync.diloco import DiLoCo
 from tfdp.sync.late import BoundedStaleness, Delayed
@@ -71,8 +73,9 @@ class DistributedOptimizer(hooks.LossScaleHooks):
       sync: a value of `tfdp.sync`. `LocalSGD` or `DiLoCo`: replicas make many updates
         independently before they synchronize; see docs/local-sgd.md. `Delayed` or
         `BoundedStaleness`: updates are by the gradients of earlier steps.
-        `BackupWorkers`: updates do not wait for late hosts. For these three see
-        docs/stragglers.md. None: all replicas synchronize in every update.
+        `BackupWorkers`: updates do not wait for late hosts. `Asynchronous`: hosts train
+        at their own pace. For these four see docs/stragglers.md. None: all replicas
+        synchronize in every update.
       name: the optimizer's name.
 
     Raises:
@@ -128,6 +131,7 @@ class DistributedOptimizer(hooks.LossScaleHooks):
             self.sync = None
         if self.sync is not None:
             refuse_with_sync(optimizer, self.sync)
+            refuse_at_own_pace(self)
         self._rounds: LocalTraining | None = None
 
     def build(self, variables: Sequence[keras.Variable]) -> None:
@@ -148,8 +152,9 @@ class DistributedOptimizer(hooks.LossScaleHooks):
             self._rounds = make_local_training(
                 self, self.sync, variables, self._update_tested
             )
-            # An attribute, so that checkpoints track it.
-            self._local_values = self._rounds and self._rounds.values.stored
+            if self.sync.keeps_local_values:
+                # An attribute, so that checkpoints track it.
+                self._local_values = self._rounds and self._rounds.values.stored
 
     def train_apart(self, layer_state: Sequence[Any], run: Step) -> None:
         """Called before a local step; `layer_state`: variables without an optimizer."""
@@ -167,6 +172,12 @@ class DistributedOptimizer(hooks.LossScaleHooks):
     def rounds(self) -> LocalTraining | None:
         return self._rounds
 
+    @property
+    def staleness_counts(self) -> dict[int, int]:
+        """With `sync=tfdp.sync.Asynchronous()`: by staleness, the number of updates of
+        all owners, from the first `fit` to the last end of an epoch."""
+        return dict(getattr(self._rounds, "staleness", {}))
+
     def make_equal(self) -> None:
         """See `LocalTraining.make_equal`."""
         if self._rounds is not None:
@@ -176,6 +187,8 @@ class DistributedOptimizer(hooks.LossScaleHooks):
         """The replicas' local values (see `train_apart`); None: no local training."""
         sync = self.sync
         if self._rounds is None or sync is None or not sync.trains_locally:
+            return None
+        if not sync.keeps_local_values:
             return None
         self._rounds.keep_layer_state(layer_state)
         return self._rounds.values
@@ -443,7 +456,14 @@ def _weight_to_keep(counted: Any, so_far: tf.Tensor, batches: tf.Tensor) -> tf.T
 
 METHODS: dict[str, type[Policy]] = {
     method.__name__: method
-    for method in (BackupWorkers, BoundedStaleness, Delayed, DiLoCo, LocalSGD)
+    for method in (
+        Asynchronous,
+        BackupWorkers,
+        BoundedStaleness,
+        Delayed,
+        DiLoCo,
+        LocalSGD,
+    )
 }
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -25,7 +24,6 @@ import numpy as np
 import tensorflow as tf
 from keras.optimizers import Optimizer
 
-from tfdp._private.frames import loop_around
 from tfdp._private.names import own_copy
 from tfdp._private.optimizer_hooks import rate_variable, variable_index
 from tfdp.chain.buffers import addend
@@ -34,11 +32,10 @@ from tfdp.errors import ConfigurationError
 from tfdp.exchange.late_exchange import AsyncExchange, SumsAtOnce
 from tfdp.hosts.late_queue import LateQueue
 from tfdp.hosts.python_calls import counted
-from tfdp.seams.replace import replace_for_good
-from tfdp.seams.table import EPOCH_ITERATOR
 from tfdp.step.find_optimizers import innermost_optimizers
 from tfdp.step.local_run import LocalLook
 from tfdp.step.local_training import LocalTraining
+from tfdp.step.loop_ends import call_at_loops
 from tfdp.sync.late import LateSums
 from tfdp.tracing.run import Step, current_run
 from tfdp.variables.local_view import LocalView
@@ -51,8 +48,6 @@ WEIGHT, ROWS = -1, -2
 COUNT = -3
 #: The place of the first learning rate; those of others follow downwards.
 RATE = -4
-
-_all: weakref.WeakSet[LateUpdates] = weakref.WeakSet()
 
 
 class LateUpdates(LocalTraining):
@@ -107,8 +102,7 @@ class LateUpdates(LocalTraining):
         #: By replica, the last step that was traced.
         self._begun_in: dict[int, Step] = {}
         self._places = list(range(len(self._variables)))
-        _all.add(self)
-        replace_for_good(EPOCH_ITERATOR, "catch_stop_iteration", _at_ends_of_loops)
+        call_at_loops(self)
 
     def _add_place(self, place: int, shape: Any, dtype: tf.DType) -> None:
         self._specs[place] = tf.TensorSpec(shape, dtype)
@@ -304,6 +298,9 @@ class LateUpdates(LocalTraining):
 
         self._strategy.run(LocalLook(update_on_replica))
 
+    def end_epoch(self) -> None:
+        self.apply_in_flight()
+
     def make_equal(self) -> None:
         """Makes all updates that are left if hosts may have made different ones."""
         if self.sync.takes_early:
@@ -314,24 +311,6 @@ class LateUpdates(LocalTraining):
         some hosts may have made."""
         while self.sync.takes_early and len(self._queue):
             self._apply_oldest()
-
-
-def _at_ends_of_loops(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Keras' `catch_stop_iteration`, which surrounds the steps of each loop."""
-
-    @functools.wraps(original)
-    @contextlib.contextmanager
-    def catch_stop_iteration(loop: Any) -> Iterator[None]:
-        found = loop_around()
-        is_training = found is not None and found.kind == "fit"
-        for each in () if is_training else list(_all):
-            each.make_equal()
-        with original(loop):
-            yield
-        for each in list(_all) if is_training else ():
-            each.apply_in_flight()
-
-    return catch_stop_iteration
 
 
 class _InFlight(tf.Module):

@@ -102,5 +102,11 @@ class LocalTraining(Stage):
         """Whether the weights outside of steps are those of the training."""
         return True
 
+    def begin_epoch(self, model: Any) -> None:
+        """Called before the steps of an epoch of `model`; see `call_at_loops`."""
+
+    def end_epoch(self) -> None:
+        """Called after the steps of an epoch of any model."""
+
     def make_equal(self) -> None:
         """Between steps, on all hosts: gives all hosts the same weights."""

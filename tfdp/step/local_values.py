@@ -2,7 +2,7 @@
 
 If outer values change between two steps (`set_weights`, a checkpoint of the model
 alone), the local values must restart from them; but not after a checkpoint restored
-both. Each assignment to outer values sets a flag (`_note_change`), which `settle`
+both. Each assignment to outer values sets a flag (`note_change`), which `settle`
 checks before the next step. A checkpoint has a mark, a hash of the outer values that
 its local values belong to: if it matches the current ones, the local values stay.
 """
@@ -37,7 +37,7 @@ class LocalValues:
 
     def make(self, variable: LocalView) -> None:
         self.variables.append(variable)
-        self.stored.local.append(variable.make_local(self._note_change))
+        self.stored.local.append(variable.make_local(self.note_change))
 
     def settle(self) -> None:
         """Before a step, outside of replicas: restarts if outer values changed."""
@@ -59,7 +59,7 @@ class LocalValues:
             variable.local_copy(rank).assign(variable.outer_copy(rank).read_value())
         return tf.constant(True)
 
-    def _note_change(self, rank: int | None = None) -> None:
+    def note_change(self, rank: int | None = None) -> None:
         # A replica sets its own flag: shared ones would order the replicas.
         changes = self._changed if rank is None else [self._changed[rank]]
         for changed in changes:
@@ -86,7 +86,7 @@ class LocalValues:
         self.stored.mark.assign(
             tf.constant(NO_MARK, tf.int64) if mark is None else mark
         )
-        self._note_change()
+        self.note_change()
 
 
 def _on_devices(devices: Sequence[str], value: object, dtype: tf.DType) -> list:

@@ -108,6 +108,9 @@ class HostLoops:
             which = "a loop" if found is None else found.kind
             if fit is not None:
                 which = f"epoch {fit['epoch'] + 1} of fit"
+            if fit is not None and _has_own_pace(fit["self"]):
+                of_loop = made
+                made = lambda: f"{of_loop()} at its own pace"  # noqa: E731
             name = f"{which} ({dataset})"
             compared = NOTHING_TO_COMPARE
             if self._compares:
@@ -115,6 +118,12 @@ class HostLoops:
             return self._link.loop_of_steps(made, planned, name, compared)
 
         wrap_loop(loop, around)
+
+
+def _has_own_pace(model: Any) -> bool:
+    """Whether hosts may make different numbers of steps in an epoch of `model`."""
+    syncs = [getattr(optimizer, "sync", None) for optimizer in optimizers_of(model)]
+    return any(getattr(sync, "has_own_pace", False) for sync in syncs)
 
 
 # Callbacks that write, and their path attributes: the first is the argument, the others

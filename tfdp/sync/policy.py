@@ -17,11 +17,15 @@ class Policy:
                     ("hosts"), or each one by itself ("replicas")
     weighs_batches  whether an update needs the weight of a group's batch
     trains_locally  whether steps read and update weights of the group
+    keeps_local_values  whether checkpoints hold these, too
+    has_own_pace    whether hosts may make different numbers of steps
     is_plain        whether this is training without it
     """
 
     across: str = "hosts"
     trains_locally: ClassVar[bool] = True
+    keeps_local_values: ClassVar[bool] = True
+    has_own_pace: ClassVar[bool] = False
 
     @property
     def is_plain(self) -> bool:

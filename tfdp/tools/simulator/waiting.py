@@ -7,7 +7,7 @@ plus pauses at random times. Policies differ in what the next step waits for:
     Delayed, BoundedStaleness  the sum of the step `steps` before
     BackupWorkers              the first workers - spare gradients of this step
     DiLoCo                     the first `quorum` workers, once per round
-    asynchronous               nothing
+    Asynchronous               nothing
 
 Events are simulated with random numbers of a fixed seed. A late worker's computation is
 not stopped, as in tfdp. Chen et al. (2016), "Revisiting distributed synchronous SGD",
@@ -253,6 +253,7 @@ def compare_policies(cluster: Cluster) -> list[Waited]:
         'balance="speed"': lambda name: balanced(cluster, name),
         "Delayed(steps=1)": lambda name: late_sums(cluster, name, 1),
         "BoundedStaleness(steps=2)": lambda name: late_sums(cluster, name, 2),
+        "Asynchronous()": lambda name: asynchronous(cluster, name),
         "BackupWorkers(spare=1)": lambda name: first_ones(cluster, name, spare=1),
         f"DiLoCo(every={ROUND})": lambda name: first_ones(
             cluster, name, spare=0, every=ROUND
