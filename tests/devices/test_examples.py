@@ -91,6 +91,19 @@ def test_resnet_50_learns_from_jpeg_records_and_goes_on(tmp_path):
     assert not any("wrote" in line for line in again)
 
 
+@pytest.mark.worth_seconds(20)
+def test_compressed_gradients_need_no_file(tmp_path):
+    settings = ("--arm", "dense", "int8", "--epochs", "2")
+    rows = _run_example("compressed_gradients.py", tmp_path, *settings)
+    found = {row.split()[0]: row for row in rows if row.startswith(("dense", "int8"))}
+    # Ten classes: 10% is chance. Twelve steps bring both to some 67%.
+    assert all(float(row.split()[1]) > 40 for row in found.values())
+    # Of n = 64 x 256 + 256 x 128 + 128 x 10 numbers of 4 bytes, a replica of four sends
+    # 2 (4 - 1) / 4 in a ring: 295.5 KiB.
+    assert found["dense"].split()[5] == "295.5"
+    assert set(found) == {"dense", "int8"}
+
+
 @pytest.mark.slow
 def test_a_text_classifier_learns(tmp_path):
     pytest.importorskip("keras_hub", reason="needs keras-hub")

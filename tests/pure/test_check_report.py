@@ -21,7 +21,13 @@ from tfdp.tools.testing.causes import (
 )
 from tfdp.tools.testing.crashes import KNOWN, describe_error, explain_error
 from tfdp.tools.testing.facts import Facts
-from tfdp.tools.testing.report import INTENDED, Finding, ParityReport, VariableRow
+from tfdp.tools.testing.report import (
+    HIDDEN_BY_DRAWS,
+    INTENDED,
+    Finding,
+    ParityReport,
+    VariableRow,
+)
 
 ROW = VariableRow(
     path="model/dense/kernel",
@@ -41,6 +47,7 @@ STILL = dataclasses.replace(ROW, movement=0.0, largest_difference=0.0)
 SILENT = dataclasses.replace(ROW, movement=5e-7)
 FINDING = Finding("uneven batches", ("batch 2",), "holds when cut", "why so", "do that")
 NOTHING = dataclasses.replace(FINDING, cause=TOO_LITTLE_MOVEMENT.name)
+DRAWS = dataclasses.replace(FINDING, cause=HIDDEN_BY_DRAWS)
 
 
 def report(*rows, **fields):
@@ -89,6 +96,9 @@ def test_verdict_of_a_row(row, verdict, tells):
         ([dataclasses.replace(ROW, trainable=False)], {}, "INCONCLUSIVE"),
         ([], {}, "INCONCLUSIVE"),
         ([ROW], {"error": "RuntimeError: no"}, "FAILS"),
+        ([OVER, SILENT, SILENT], {"causes": (DRAWS,)}, "INCONCLUSIVE"),
+        ([OVER], {"causes": (DRAWS, FINDING)}, "FAILS"),
+        ([ROW], {"causes": (DRAWS,), "error": "RuntimeError: no"}, "FAILS"),
     ],
 )
 def test_a_report_has_one_of_three_verdicts(rows, fields, verdict):

@@ -39,7 +39,8 @@ def outcome(command, script, folder):
     marks = ("HOLDS", "FAILS", "INCONCLUSIVE", "trial 0", "needs")
     said = [line for line in lines if any(mark in line for mark in marks)]
     if done.returncode == 2:
-        said = [x for x in done.stderr.splitlines() if x.startswith(f"tfdp {command}:")]
+        refused = f"tfdp {command}:"
+        said = [x for x in done.stderr.splitlines() if x.startswith(refused)] or said
     said = (said or ["?"])[0].replace(f"{REPOSITORY}/", "").replace("|", "/")
     return done.returncode, seconds, said[:MOST_LETTERS]
 

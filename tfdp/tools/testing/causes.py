@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable
 
 from tfdp.tools.testing.facts import Facts
-from tfdp.tools.testing.report import HIDDEN_BY_ROUNDING
+from tfdp.tools.testing.report import HIDDEN_BY_DRAWS, HIDDEN_BY_ROUNDING
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,13 +58,13 @@ FROM_FACTS = (
         "finite.",
     ),
     Cause(
-        name="random layers",
+        name=HIDDEN_BY_DRAWS,
         where=lambda facts: facts.drawing_layers or None,
         why="A layer draws different random numbers on {replicas} replicas than on one "
-        "device, by design: each replica has masks for its own rows.",
-        instead="Nothing is wrong with the exchange. Use random_layers='off', which "
-        "disables dropout and noise for the check, and build() the model without "
-        "augmentation layers.",
+        "device, by design: each replica draws for its own rows.",
+        instead="Keep random_layers='off', which disables Keras' dropout and noise for "
+        "the check. It cannot disable other draws: build the model without layers that "
+        "augment, and replace what your own code draws by a part of the batch.",
     ),
     Cause(
         name="overflow on one replica",

@@ -18,6 +18,8 @@ LARGEST_TELLING_SHARE = 0.1
 INTENDED = "batch normalization per replica"
 # Rounding hides everything else.
 HIDDEN_BY_ROUNDING = "nothing to tell by"
+# Draws that differ by design hide everything else, too.
+HIDDEN_BY_DRAWS = "random layers"
 
 HOLDS, EXCEEDS, TOO_SMALL = "holds", "exceeds", "too small to tell"
 
@@ -145,8 +147,11 @@ class ParityReport:
 
     @property
     def inconclusive(self) -> bool:
-        """Whether no bound is exceeded, but the bounds would hide a wrong step."""
-        known = {finding.cause for finding in self.causes} - {HIDDEN_BY_ROUNDING}
+        """Whether a wrong step would not show: bounds are wide, or draws differ."""
+        known = {finding.cause for finding in self.causes}
+        if self.error is None and known == {HIDDEN_BY_DRAWS}:
+            return True
+        known -= {HIDDEN_BY_ROUNDING}
         return not (self.ok or self.error or self.exceeding or known)
 
     @property
@@ -206,6 +211,15 @@ class ParityReport:
             return (
                 f"HOLDS, but for batch normalization (intended): {over}, because each "
                 "replica normalizes its own rows; with these layers frozen all hold"
+            )
+        if (
+            self.inconclusive
+            and self.causes
+            and self.causes[0].cause == HIDDEN_BY_DRAWS
+        ):
+            return (
+                "INCONCLUSIVE: random numbers differ between one device and the "
+                "replicas by design, which would hide a wrong step"
             )
         if self.exceeding:
             worst = max(self.exceeding, key=lambda row: row.ratio)
