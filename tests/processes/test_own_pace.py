@@ -53,7 +53,7 @@ def test_hosts_train_at_their_own_pace(tmp_path, devices):
 
     check_replay(both("replay"))
     check_embeddings(both("embeddings"))
-    check_unequal(both("unequal"))
+    check_unequal(both("unequal"), devices)
     check_looks(both("looks"))
     for each in both("refused"):
         for name, said in REFUSED.items():
@@ -218,14 +218,18 @@ def check_embeddings(both):
             assert kinds[0] and sizes[0] == np.sum((looked >= first) & (looked < end))
 
 
-def check_unequal(both):
+def check_unequal(both, devices=1):
     first, second = both
     assert first["state"] == second["state"]
-    # Two epochs of 6 and 2 batches; then 7 and 2 steps, and 2 of each of those left.
-    assert first["by_data"] == 2 * (6 + 2)
+    # Two epochs of 6 and 2 batches, one per replica; then 7 and 2 steps, and 2 of each
+    # of those left.
+    assert first["by_data"] == 2 * (6 + 2) // devices
     assert first["iterations"] == first["by_data"] + (7 + 2) + (2 + 2)
     check_staleness(both)
-    assert [len(one["pushed"]) for one in both] == [2 * 6 + 9, 2 * 2 + 4]
+    assert [len(one["pushed"]) for one in both] == [
+        2 * 6 // devices + 9,
+        2 * 2 // devices + 4,
+    ]
 
 
 def check_looks(both):
