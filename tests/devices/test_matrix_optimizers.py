@@ -35,6 +35,7 @@ from tests.support.parity import (
     dense_model,
     largest_difference,
     largest_distance,
+    loss_and_gradients,
     make_strategy,
     train,
 )
@@ -310,6 +311,37 @@ class Scheduled(keras.optimizers.SGD):
 
     def update_step(self, gradient, variable, learning_rate):
         super().update_step(gradient, variable, learning_rate)
+
+
+class OwnOptimizer(keras.Sequential):
+    """Has an optimizer that Keras does not build."""
+
+    def train_step(self, batch):
+        loss, gradients = loss_and_gradients(self, batch)
+        self.own.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+def with_own_optimizer(stage, is_built):
+    strategy = make_strategy(3, stage)
+    with strategy.scope():
+        model = OwnOptimizer([keras.Input((12,)), *dense_model().layers])
+        model.own = muon()
+        if is_built:
+            model.own.build(model.trainable_variables)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("sgd", loss, jit_compile=False)
+    model.fit(*classification_data(), batch_size=ROWS, shuffle=False, verbose=0)
+    return model
+
+
+def test_owners_are_known_before_gradients_are_reduced():
+    plain = with_own_optimizer(0, is_built=False)
+    for stage, is_built in ((1, False), (3, True)):
+        model = with_own_optimizer(stage, is_built)
+        assert largest_difference(model, plain) == 0.0
+    with pytest.raises(ConfigurationError, match=r"(?s)not built.*build\(variables\)"):
+        with_own_optimizer(3, is_built=False)
 
 
 def test_what_cannot_work_is_refused():

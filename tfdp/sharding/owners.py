@@ -23,7 +23,7 @@ from tfdp.plan.exclusions import variable_path
 from tfdp.plan.owners import assign_owners, newton_schulz_cost
 from tfdp.plan.shards import OwnedLayout
 from tfdp.seams.replace import is_replaced, replace
-from tfdp.sharding.variables import shard_kind
+from tfdp.sharding.variables import ShardedVariable, shard_kind
 
 
 class WholeUpdates(NamedTuple):
@@ -106,6 +106,22 @@ def owned_by(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
     if rule is None:
         return []
     return [v for v in variables if shard_kind(v) and rule.needs(optimizer, v)]
+
+
+def refuse_late_owners(optimizer: Any, leaves: Sequence[Any], variables: Any) -> None:
+    """Refuses owners of weights whose gradients this step has reduced to shards."""
+    for variable in variables:
+        is_late = shard_kind(variable) is ShardedVariable
+        if not is_late or variable.value.owner is not None:
+            continue
+        if any(owned_by(leaf, [variable]) for leaf in leaves):
+            raise ConfigurationError(
+                f"The optimizer {optimizer.name!r} updates the weight "
+                f"{variable_path(variable)!r} whole, on one replica, and is not built "
+                'before the step, whose gradients are in shards (shard="parameters"). '
+                "Call its build(variables), with the variables that it updates, in "
+                "`with strategy.scope():` before training."
+            )
 
 
 def _place_state(

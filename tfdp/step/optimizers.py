@@ -49,6 +49,7 @@ from tfdp.sharding.optimizers import (
     is_own,
     shard_overrides,
 )
+from tfdp.sharding.owners import refuse_late_owners
 from tfdp.sharding.updates import shards_of
 from tfdp.sharding.variables import shard_kind
 from tfdp.step.buffer_synchronization import synchronize_layer_state
@@ -247,6 +248,7 @@ def build_before_step(optimizer: Optimizer, variables: list[Any]) -> None:
     if current_run() is None:
         build()
     else:
+        refuse_late_owners(optimizer, innermost_optimizers(optimizer), variables)
         call_before_step(build)
 
 
