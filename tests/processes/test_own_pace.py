@@ -59,7 +59,7 @@ def test_hosts_train_at_their_own_pace(tmp_path, devices):
         for name, said in REFUSED.items():
             assert re.search(said, each[name]), each[name]
     for each in both("learned"):
-        # One device reaches 99.8%; guessing is 10%.
+        # Guessing is 10%; the classes hardly overlap.
         assert each["accuracy"] > 0.98
 
 
