@@ -21,6 +21,7 @@ import tensorflow as tf
 PRETRAINED = pathlib.Path("body.weights.h5")
 WORDS, LENGTH, WIDTH, BATCH = 2000, 24, 64, 64
 keras.utils.set_random_seed(1)
+strategy = tfdp.auto_strategy(cpu_devices=2)  # before the first tensor
 if tf.config.list_physical_devices("GPU"):
     keras.mixed_precision.set_global_policy("mixed_bfloat16")
 
@@ -40,7 +41,6 @@ to_numbers.adapt(texts)
 numbers, labels = to_numbers(texts[order]).numpy(), labels[order]
 end = len(order) * 4 // 5
 
-strategy = tfdp.auto_strategy(cpu_devices=2)
 with strategy.scope():
     ids = keras.Input((LENGTH,), dtype="int32")
     x = keras.layers.Embedding(WORDS, WIDTH, mask_zero=True)(ids)

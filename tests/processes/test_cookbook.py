@@ -139,7 +139,7 @@ class Preemption(keras.callbacks.Callback):
 
 
 def run_batch_script(folder):
-    """resume.sbatch, with programs that stand in for Slurm's; its exit code and lines."""
+    """Exit code and lines of resume.sbatch, with stand-ins for Slurm's programs."""
     program(folder / "bin", "srun", SRUN.format(port=free_port()))
     program(folder / "bin", "scontrol", SCONTROL)
     program(folder / "bin", "tfdp", f'#!/bin/bash\n{sys.executable} -m tfdp "$@"\n')
@@ -192,6 +192,7 @@ def test_the_plan_of_the_large_model_fits_only_with_what_saves(tmp_path):
         script = f"{COOKBOOK / 'memory.py'}:{function}"
         done = run_python("-m", "tfdp", "plan", script, *words, *options, cwd=tmp_path)
         assert done.returncode == code, done.stdout + done.stderr
+        assert "Warning" not in done.stderr
 
 
 @pytest.mark.worth_seconds(20)
