@@ -1,8 +1,8 @@
 """A transformer on cards of 8 GB: sharded, rematerialized, in micro-batches.
 
     cd examples/cookbook
-    tfdp plan memory.py:plain --batch 128 --replicas 2 --memory 8GB
-    tfdp plan memory.py:saving --batch 64 --replicas 2 --shard 3 --memory 8GB
+    tfdp plan memory.py:plain --batch 128 --replicas 2 --memory 8GB --quick
+    tfdp plan memory.py:saving --batch 64 --replicas 2 --shard 3 --memory 8GB --quick
     python memory.py
 
 The plans are of the large model. Without a GPU `python memory.py` trains a small one.
