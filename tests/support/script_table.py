@@ -22,11 +22,11 @@ MOST_LETTERS = 110
 
 
 def scripts(folder):
-    """README's first program, and every script in examples/."""
+    """README's first program, and every script in examples/ and its folders."""
     program = folder / "README.py"
     text = (REPOSITORY / "README.md").read_text("utf-8")
     program.write_text(BLOCK.findall(text)[0], "utf-8")
-    return [program, *sorted((REPOSITORY / "examples").glob("*.py"))]
+    return [program, *sorted((REPOSITORY / "examples").rglob("*.py"))]
 
 
 def outcome(command, script, folder):

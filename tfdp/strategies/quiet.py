@@ -47,7 +47,7 @@ def quiet() -> None:
     ```
     """
     if "tensorflow" in sys.modules:
-        if not _was_called:
+        if not _was_quiet:
             warnings.warn(
                 "tfdp.quiet() was called after TensorFlow was imported and had written "
                 "its lines. Call it before `import keras` and `import tensorflow`."
@@ -57,11 +57,11 @@ def quiet() -> None:
             )
     else:
         import_tensorflow_quietly(ERRORS_ONLY)
-        _was_called.append(True)
     logging.getLogger("tensorflow").setLevel(logging.ERROR)
 
 
-_was_called: list[bool] = []
+# Not empty: tfdp imported TensorFlow, in `quiet` or in one of its commands.
+_was_quiet: list[bool] = []
 
 
 # Optional imports of TensorFlow and Keras: for JAX models, scikit-learn wrappers and
@@ -84,6 +84,7 @@ def import_tensorflow_quietly(level: str = "3", without: Sequence[str] = ()) -> 
         try:
             with _hidden(without):
                 importlib.import_module("tensorflow")
+            _was_quiet.append(True)
         except BaseException:
             captured.seek(0)
             os.write(terminal, captured.read())

@@ -15,7 +15,6 @@ import os
 import pathlib
 import sys
 import types
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ import keras
 import tensorflow as tf
 
 from tfdp._private.first_fit import input_of_fit, running_a_script
-from tfdp.errors import ConfigurationError, TooLateWarning
+from tfdp.errors import ConfigurationError
 
 INSTEAD = (
     "Define build_model() and make_data() at the top level of the script, or name a "
@@ -155,10 +154,7 @@ class Script:
             with (
                 contextlib.redirect_stdout(out),
                 contextlib.redirect_stderr(out),
-                warnings.catch_warnings(),
             ):
-                # tfdp.quiet() in the script comes after the command's own.
-                warnings.simplefilter("ignore", TooLateWarning)
                 yield lambda: exec(code, vars(module))
         finally:
             sys.argv, sys.modules["__main__"] = words, main
