@@ -3,6 +3,7 @@
 import builtins
 import copy
 import pickle
+import sys
 import warnings
 
 import keras
@@ -135,6 +136,8 @@ def test_a_notebook_has_its_kernel_restarted(monkeypatch):
     monkeypatch.setattr(builtins, "__IPYTHON__", True, raising=False)
     with pytest.raises(DeviceError, match="came too late.*restart the kernel"):
         tfdp.use_virtual_devices(3)
+    # Another test of this process may have imported TensorFlow by tfdp.
+    monkeypatch.setattr(sys.modules["tfdp.strategies.quiet"], "_was_quiet", [])
     with pytest.warns(TooLateWarning, match="restart the kernel"):
         tfdp.quiet()
 

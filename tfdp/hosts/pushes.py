@@ -386,7 +386,8 @@ class PushLink:
     def _accept(self, rank: int, wire: Watched) -> Push | None:
         """The next push; None for a pull. Raises ValueError if it is invalid."""
         message = wire.receive_line()
-        generation = checked_integer(message.get("generation"), 0, MOST_COUNT)
+        # None is pushed before hosts have met for the first time.
+        generation = checked_integer(message.get("generation"), 1, MOST_COUNT)
         version = checked_integer(message.get("version"), 0, MOST_COUNT)
         rate = message.get("rate")
         if not is_number(rate) or not math.isfinite(rate):

@@ -77,6 +77,7 @@ def import_tensorflow_quietly(level: str = "3", without: Sequence[str] = ()) -> 
     hidden during the import, such as NOT_NEEDED_FOR_A_STEP.
     """
     os.environ.setdefault(LEVEL, level)
+    is_first = "tensorflow" not in sys.modules
     sys.stderr.flush()
     terminal = os.dup(STDERR_DESCRIPTOR)
     with tempfile.TemporaryFile() as captured:
@@ -84,7 +85,8 @@ def import_tensorflow_quietly(level: str = "3", without: Sequence[str] = ()) -> 
         try:
             with _hidden(without):
                 importlib.import_module("tensorflow")
-            _was_quiet.append(True)
+            if is_first:
+                _was_quiet.append(True)
         except BaseException:
             captured.seek(0)
             os.write(terminal, captured.read())
