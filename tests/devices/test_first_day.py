@@ -3,7 +3,6 @@
 import builtins
 import copy
 import pickle
-import sys
 import warnings
 
 import keras
@@ -137,7 +136,7 @@ def test_a_notebook_has_its_kernel_restarted(monkeypatch):
     with pytest.raises(DeviceError, match="came too late.*restart the kernel"):
         tfdp.use_virtual_devices(3)
     # Another test of this process may have imported TensorFlow by tfdp.
-    monkeypatch.setattr(sys.modules["tfdp.strategies.quiet"], "_was_quiet", [])
+    monkeypatch.setitem(tfdp.quiet.__globals__, "_was_quiet", [])
     with pytest.warns(TooLateWarning, match="restart the kernel"):
         tfdp.quiet()
 
