@@ -166,6 +166,7 @@ Steps: TypeAlias = Generator["bytes | int", bytes, Result]
 # Contains the protocol's version.
 MAGIC = b"tfdp 2\r\n"
 NONCE_BYTES = PROOF_BYTES = 32
+SESSION_BYTES = 32  # see `session_secret`
 MOST_HELLO_BYTES = 1024
 LENGTH = struct.Struct(">H")
 HASH = "sha256"

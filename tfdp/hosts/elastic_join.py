@@ -23,7 +23,7 @@ import numpy as np
 from tfdp._version import __version__
 from tfdp.cluster.addresses import unknown_name_seconds
 from tfdp.errors import CollectiveError
-from tfdp.hosts.connect import HANDSHAKE_SECONDS, StrangerError, dial
+from tfdp.hosts.connect import HANDSHAKE_SECONDS, SESSION_BYTES, StrangerError, dial
 from tfdp.hosts.elastic_membership import Members, Peer
 from tfdp.hosts.elastic_transfers import (
     PURPOSE,
@@ -48,7 +48,6 @@ from tfdp.hosts.wire import has_ended, read_line
 
 RETRY_SECONDS = 0.25
 MOST_SEED = 2**63 - 1
-SESSION_BYTES = 32
 
 
 class Bootstrap:

@@ -26,7 +26,7 @@ from tfdp.cluster.addresses import LOOPBACK, free_port
 from tfdp.cluster.description import join_address
 from tfdp.errors import CollectiveError, ConfigurationError, MissingDependencyError
 from tfdp.hosts.buffers import put_own, views_of, wholes_of
-from tfdp.hosts.connect import session_secret
+from tfdp.hosts.connect import SESSION_BYTES, session_secret
 from tfdp.hosts.host_link import Arrays, Packed, Ranges
 from tfdp.hosts.ring import part_edges, round_to, wire_type
 from tfdp.hosts.server_guard import source_address
@@ -36,7 +36,6 @@ from tfdp.hosts.worker_names import name_workers
 # Types that MPI can add; float16 and bfloat16 use the sockets.
 MPI_TYPES = frozenset("fdilq") | frozenset("bBhHILQ")
 EXIT_CODE = 70
-SESSION_BYTES = 32
 ABORT_SECONDS = 5.0
 # Open MPI polls for messages. With this variable, set before it starts, it yields to
 # other threads in between: backprop continues while a bucket travels.

@@ -29,7 +29,7 @@ import numpy as np
 
 from tfdp.checks import is_number
 from tfdp.errors import CollectiveError, WorkerLostError
-from tfdp.hosts.connect import HANDSHAKE_SECONDS, dial, session_secret
+from tfdp.hosts.connect import HANDSHAKE_SECONDS, SESSION_BYTES, dial, session_secret
 from tfdp.hosts.crash_report import note_lost_worker
 from tfdp.hosts.elastic_transfers import Watched
 from tfdp.hosts.host_link import HostLink
@@ -47,7 +47,6 @@ from tfdp.hosts.worker_names import name_workers
 from tfdp.plan.shards import ShardLayout
 
 MOST_COUNT = 2**62
-SESSION_BYTES = 32
 POLL_SECONDS = 0.05
 
 

@@ -32,6 +32,7 @@ from tfdp.cluster.description import join_address, split_address
 from tfdp.errors import CollectiveError
 from tfdp.hosts.connect import (
     HANDSHAKE_SECONDS,
+    SESSION_BYTES,
     Hello,
     StrangerError,
     dial,
@@ -57,7 +58,6 @@ from tfdp.hosts.worker_names import name_workers
 from tfdp.plan.sum_ways import distances
 
 MOST_WAIT_SECONDS = 7 * 24 * 3600.0
-SESSION_BYTES = 32
 
 Address = tuple[str, int]
 Pair = tuple[socket.socket, socket.socket]

@@ -17,8 +17,11 @@ from tfdp._private.optimizer_hooks import (
 )
 from tfdp.compression.method import momentum_compression_of
 from tfdp.errors import ConfigurationError
-from tfdp.sharding.optimizers import ELEMENTWISE, find_gradient_hook, is_own
-from tfdp.sharding.owners import definer_of
+from tfdp.sharding.optimizers import (
+    elementwise_of_keras,
+    find_gradient_hook,
+    is_own,
+)
 from tfdp.sharding.updates import ACCUMULATOR_NAME, WEIGHT_NAME
 from tfdp.step.local_run import groups_across
 from tfdp.step.local_sgd import Rounds
@@ -186,10 +189,7 @@ def refuse_at_own_pace(optimizer: keras.optimizers.Optimizer) -> None:
         return
     inner = optimizer.inner_optimizer
     kind = type(inner).__name__
-    definer = definer_of(inner, "update_step")
-    is_known = definer.__module__.startswith("keras.") and (
-        definer.__name__ in ELEMENTWISE and definer.__name__ != "ScheduleFreeAdamW"
-    )
+    is_known = elementwise_of_keras(inner) not in (None, "ScheduleFreeAdamW")
     hooks = (*BEFORE_ACCUMULATION, *AFTER_ACCUMULATION)
     own = find_gradient_hook(inner, hooks) or is_own(inner, AVERAGE)
     if own or not (is_known or getattr(inner, "is_elementwise", False)):

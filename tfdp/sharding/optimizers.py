@@ -55,11 +55,10 @@ def check_shardable(optimizer: Optimizer) -> None:
         return
     if whole_updates(optimizer) is not None:
         return
-    owner = definer_of(optimizer, "update_step")
-    if owner.__module__.startswith("keras.") and owner.__name__ in ELEMENTWISE:
+    if elementwise_of_keras(optimizer) is not None:
         return
     advice = ADVICE.get(
-        owner.__name__,
+        definer_of(optimizer, "update_step").__name__,
         "If its update of an element needs that element only, set the class attribute "
         "is_elementwise = True; if it needs the whole of each weight, "
         "needs_whole_matrix = True.",
@@ -70,6 +69,13 @@ def check_shardable(optimizer: Optimizer) -> None:
         f"{', '.join(ELEMENTWISE)}, AdamW, {', '.join(OF_KERAS)}, tfdp.optimizers.LARS "
         "and LAMB."
     )
+
+
+def elementwise_of_keras(optimizer: Optimizer) -> str | None:
+    """The class of Keras' with this optimizer's update, if that is elementwise."""
+    owner = definer_of(optimizer, "update_step")
+    is_known = owner.__module__.startswith("keras.") and owner.__name__ in ELEMENTWISE
+    return owner.__name__ if is_known else None
 
 
 def check_own_hooks(optimizer: Optimizer) -> None:

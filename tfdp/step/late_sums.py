@@ -99,8 +99,6 @@ class LateUpdates(LocalTraining):
             self._add_place(place, (), _wide(rate.dtype))
         #: By replica, while a step is traced: the start of its sum, and its places.
         self._begun: dict[int, tuple[tf.Tensor, list[int]]] = {}
-        #: By replica, the last step that was traced.
-        self._begun_in: dict[int, Step] = {}
         self._places = list(range(len(self._variables)))
         call_at_loops(self)
 
@@ -132,13 +130,7 @@ class LateUpdates(LocalTraining):
                 f"sync={self.sync!r} that update is made some steps later, by all "
                 "hosts. Leave the callback out, or sync."
             )
-        before, self._begun_in[rank] = self._begun_in.get(rank), run
-        if before is run:
-            raise ConfigurationError(
-                f"The optimizer {self._optimizer.name!r} is applied twice in a step, "
-                f"and with sync={self.sync!r} a step has one sum of gradients. Apply "
-                "all gradients together, or leave out sync."
-            )
+        self._refuse_second_update(run, rank, "sum of gradients")
         self._take_state(run, rank)
         scale, parts = self._scale(), []
         for gradient in gradients:

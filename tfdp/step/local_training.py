@@ -35,6 +35,8 @@ class LocalTraining(Stage):
         self._reducer: Reducer = strategy.extended.reducer
         self._optimizer = optimizer
         self._layer_state: list[LocalView] = []
+        #: By replica, the last step that was traced.
+        self._reduced_in: dict[int, Step] = {}
         self.values = LocalValues(strategy.extended.worker_devices)
 
     def before_step(self, run: Step) -> None:
@@ -97,6 +99,16 @@ class LocalTraining(Stage):
                     "(add_weight(trainable=False)), or leave sync out."
                 )
         return state
+
+    def _refuse_second_update(self, run: Step, rank: int, what: str) -> None:
+        """Call it once in each trace of `reduced`; `what`: of which a step has one."""
+        before, self._reduced_in[rank] = self._reduced_in.get(rank), run
+        if before is run:
+            raise ConfigurationError(
+                f"The optimizer {self._optimizer.name!r} is applied twice in a step, "
+                f"and with sync={self._optimizer.sync!r} a step has one {what}. Apply "
+                "all gradients together, or leave out sync."
+            )
 
     def have_synchronized(self) -> bool:
         """Whether the weights outside of steps are those of the training."""

@@ -74,7 +74,6 @@ class OwnPace(LocalTraining):
         self.staleness: dict[int, int] = {}
         #: By replica, while a step is traced: the version, and the weights.
         self._pulled: dict[int, list[tf.Tensor]] = {}
-        self._pushed_in: dict[int, Step] = {}
         call_at_loops(self)
 
     def keep_layer_state(self, variables: Sequence[Any]) -> None:
@@ -115,13 +114,7 @@ class OwnPace(LocalTraining):
         rank: int,
     ) -> list[Any]:
         """Pushes the mean gradient of this host's batch, and pulls the weights."""
-        before, self._pushed_in[rank] = self._pushed_in.get(rank), run
-        if before is run:
-            raise ConfigurationError(
-                f"The optimizer {self._optimizer.name!r} is applied twice in a step, "
-                "and with sync=Asynchronous() a step has one push. Apply all gradients "
-                "together, or leave out sync."
-            )
+        self._refuse_second_update(run, rank, "push")
         self.synchronize_layer_state(run, rank)
         places = [variable_index(self._optimizer, one) for one in variables]
         types = [variable.value.dtype for variable in variables]

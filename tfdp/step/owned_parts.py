@@ -89,22 +89,18 @@ class OwnedParts:
 
     def _numbers(self) -> list[tuple[Any, Any]]:
         """State that is a number for all weights together, whole and owned."""
-        result = []
-        found = {id(whole) for _, whole, _ in self._pairs()}
-        rates = ("learning_rate", "iteration")
+        of_weights = {id(one) for _, *pair in self._pairs() for one in pair}
 
-        def of(optimizer: Any, known: set[int]) -> list[Any]:
+        def numbers_of(optimizer: Any) -> list[Any]:
             return [
                 variable
                 for variable in optimizer.variables
-                if id(variable) not in known and variable.name not in rates
+                if id(variable) not in of_weights
+                and variable.name not in ("learning_rate", "iteration")
             ]
 
-        own = {id(part) for _, _, part in self._pairs()}
-        pairs = zip(of(self._whole, found), of(self._own, own), strict=True)
-        for whole, part in pairs:
-            result.append((whole, part))
-        return result
+        pairs = zip(numbers_of(self._whole), numbers_of(self._own), strict=True)
+        return list(pairs)
 
     def load(self) -> None:
         """Takes the owned parts of the whole variables."""
