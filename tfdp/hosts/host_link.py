@@ -27,6 +27,9 @@ Packed: TypeAlias = Sequence[Sequence[Sequence[int]]]
 class Compared:
     """What all workers must have in common at the start and end of a loop: nothing."""
 
+    #: Whether all must make the same number of steps.
+    counts_steps: bool = True
+
     def digest(self, *, is_end: bool) -> str:
         """A checksum of it; "" for nothing."""
         return ""

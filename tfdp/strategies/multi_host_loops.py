@@ -31,7 +31,7 @@ from tfdp.data.same_batches import (
     same_batches,
 )
 from tfdp.errors import CollectiveError, ConfigurationError, ReplicaDriftError
-from tfdp.hosts.host_link import NOTHING_TO_COMPARE, Compared, HostLink
+from tfdp.hosts.host_link import Compared, HostLink
 from tfdp.seams.replace import is_replaced, note_on, replace
 from tfdp.sharding.variables import ShardedVariable, noted_assignments
 from tfdp.step.find_optimizers import innermost_optimizers, optimizers_of
@@ -108,13 +108,11 @@ class HostLoops:
             which = "a loop" if found is None else found.kind
             if fit is not None:
                 which = f"epoch {fit['epoch'] + 1} of fit"
-            if fit is not None and _has_own_pace(fit["self"]):
-                of_loop = made
-                made = lambda: f"{of_loop()} at its own pace"  # noqa: E731
             name = f"{which} ({dataset})"
-            compared = NOTHING_TO_COMPARE
+            compared = Compared()
             if self._compares:
                 compared = ComparedHosts(self._strategy, name, fit, record, taken)
+            compared.counts_steps = fit is None or not _has_own_pace(fit["self"])
             return self._link.loop_of_steps(made, planned, name, compared)
 
         wrap_loop(loop, around)
