@@ -292,3 +292,22 @@ def test_a_model_whose_call_takes_no_batch_is_checked_and_planned(load):
     planned = plan(found.build, found.data[0], replicas=2)
     # 3 x 2 + 3 and 3 + 1 float32 weights.
     assert planned.parts["weights"] == 13 * 4
+
+
+def test_a_sync_between_hosts_is_refused_by_check_and_left_out_by_plan(load):
+    loaded = load("""
+        with tfdp.auto_strategy(cpu_devices=2).scope():
+            model = new_model()
+            model.compile(
+                tfdp.DistributedOptimizer(
+                    keras.optimizers.SGD(0.1), sync=tfdp.sync.DiLoCo(every=2)
+                ),
+                "sparse_categorical_crossentropy",
+            )
+        model.fit(x, y, 4)
+    """)
+    batch = (np.zeros((4, 2), "float32"), np.zeros(4, "int64"))
+    planned = plan(loaded.build, batch, replicas=2)
+    assert [note for note in planned.notes if "sync has no effect on one host" in note]
+    with pytest.raises(ConfigurationError, match="Check the model without sync"):
+        check_parity(loaded.build, loaded.data, make_strategy(2), steps=1)

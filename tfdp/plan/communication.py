@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from tfdp.checks import is_number, is_whole
@@ -310,3 +311,26 @@ def checked_communication(given: Communication | None) -> Communication:
             f"communication must be None or a tfdp.Communication. Received: {given!r}."
         )
     return given
+
+
+class IdleOptions:
+    """Options of `auto_strategy` without effect `where` it runs, with the reasons.
+
+    >>> idle = IdleOptions("one host", {"min_hosts": "there are no others"})
+    >>> idle.lines
+    ('min_hosts has no effect on one host: there are no others',)
+    """
+
+    def __init__(self, where: str, reasons: Mapping[str, str]):
+        self._where = where
+        self._reasons = dict(reasons)
+
+    def add(self, option: str, why: str) -> None:
+        self._reasons[option] = why
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        return tuple(
+            f"{option} has no effect on {self._where}: {why}"
+            for option, why in self._reasons.items()
+        )

@@ -14,6 +14,7 @@ from tfdp.cluster.tpu import find_tpu
 from tfdp.errors import ConfigurationError
 from tfdp.plan.communication import (
     Communication,
+    IdleOptions,
     checked_communication,
     without_idle_options,
 )
@@ -21,7 +22,7 @@ from tfdp.plan.shards import Sharding, sharding_of
 from tfdp.strategies.data_parallel import DataParallelStrategy
 from tfdp.strategies.devices import find_devices, first_devices, use_virtual_devices
 from tfdp.strategies.multi_host import MultiHostDataParallelStrategy
-from tfdp.strategies.startup_checks import BALANCES, IdleOptions
+from tfdp.strategies.startup_checks import BALANCES
 from tfdp.strategies.tpu import TPUDataParallelStrategy
 
 # Options that cannot take effect, by what was found, and why.

@@ -33,6 +33,7 @@ from tfdp.errors import (
     LocalStateWarning,
     SameRowsWarning,
 )
+from tfdp.plan.communication import IdleOptions
 from tfdp.plan.shards import Sharding
 from tfdp.step import build  # noqa: F401 (replaces a method of Keras)
 from tfdp.step.buffer_synchronization import check_no_row_state
@@ -48,7 +49,6 @@ from tfdp.step.reports import reduce_logs
 from tfdp.strategies import scope
 from tfdp.strategies.in_words import FirstFit, describe_strategy
 from tfdp.strategies.scope import adopt_state
-from tfdp.strategies.startup_checks import IdleOptions
 from tfdp.strategies.unused import note_used
 from tfdp.tracing import keras_steps
 from tfdp.tracing.rows import without_padding

@@ -1,10 +1,9 @@
-"""Checks of the installed versions, and of options without effect."""
+"""Checks of the installed versions, and of `balance`."""
 
 from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Mapping
 
 import keras
 import tensorflow as tf
@@ -72,26 +71,3 @@ def checked_balance(
             "Leave out one of the two."
         )
     return balance
-
-
-class IdleOptions:
-    """Options of `auto_strategy` without effect `where` it runs, with the reasons.
-
-    >>> idle = IdleOptions("one host", {"min_hosts": "there are no others"})
-    >>> idle.lines
-    ('min_hosts has no effect on one host: there are no others',)
-    """
-
-    def __init__(self, where: str, reasons: Mapping[str, str]):
-        self._where = where
-        self._reasons = dict(reasons)
-
-    def add(self, option: str, why: str) -> None:
-        self._reasons[option] = why
-
-    @property
-    def lines(self) -> tuple[str, ...]:
-        return tuple(
-            f"{option} has no effect on {self._where}: {why}"
-            for option, why in self._reasons.items()
-        )

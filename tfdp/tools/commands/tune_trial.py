@@ -76,6 +76,7 @@ def timed_steps(
 
 def _strategy(place: Place, setting: Setting, timeout_seconds: float) -> Any:
     import tfdp
+    from tfdp.plan.communication import IdleOptions
 
     options: dict[str, Any] = {
         "communication": _communication(setting, timeout_seconds),
@@ -84,7 +85,10 @@ def _strategy(place: Place, setting: Setting, timeout_seconds: float) -> Any:
     if place.processes > 1:
         options["devices_per_host"] = place.replicas
         return tfdp.MultiHostDataParallelStrategy(**options)
-    return tfdp.DataParallelStrategy(find_devices(place.replicas), **options)
+    strategy = tfdp.DataParallelStrategy(find_devices(place.replicas), **options)
+    # As under `auto_strategy`: a `sync` between hosts does nothing here.
+    strategy.idle_options = IdleOptions("one host", {})
+    return strategy
 
 
 def _communication(setting: Setting, timeout_seconds: float) -> Any:

@@ -44,13 +44,14 @@ class Answer:
         given = _megabytes(plan.memory_bytes)
         if not plan.is_known:
             return f"{text}, perhaps much more: whether it fits in {given} is unknown."
-        if plan.fits:
-            spare = 1 - plan.peak_bytes / plan.memory_bytes
-            return f"{text}. It fits in {given}, with {spare:.0%} to spare."
-        return (
-            f"{text}, and {_megabytes(plan.needed_bytes)} with the margin that a "
-            f"prediction needs. It does not fit in {given}."
+        text += (
+            f", and {_megabytes(plan.needed_bytes)} with the margin that a prediction "
+            "needs"
         )
+        if plan.fits:
+            spare = 1 - plan.needed_bytes / plan.memory_bytes
+            return f"{text}. It fits in {given}, with {spare:.0%} to spare."
+        return f"{text}. It does not fit in {given}."
 
     def part_rows(self) -> list[tuple[str, str, str]]:
         """(part, size, share), in the order of COLOURS."""

@@ -153,6 +153,7 @@ class Planner:
                 notes.append("planned without XLA, though the model sets jit_compile")
             if traced.is_eager:
                 notes.append("planned as a graph, though the model sets run_eagerly")
+            notes += traced.without_effect
             self._found[key] = {
                 **_facts_of(graph, number, sharding),
                 "graph": graph,

@@ -25,7 +25,7 @@ from tfdp.cluster import Cluster
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.host_group import HostGroup
 from tfdp.hosts.host_link import HostLink, Ranges
-from tfdp.plan.communication import Communication
+from tfdp.plan.communication import Communication, IdleOptions
 from tfdp.plan.shards import Sharding
 from tfdp.sharding.updates import host_of
 from tfdp.step.jit import take_over_jit
@@ -108,6 +108,8 @@ class TracedModel:
             self._strategy = DataParallelStrategy(
                 devices, alone=True, communication=communication, shard=alone
             )
+            # As under `auto_strategy`: a `sync` between hosts does nothing here.
+            self._strategy.idle_options = IdleOptions("one host", {})
         with self._strategy.scope(), large_variables_left_empty(LEAST_EMPTY_BYTES):
             self.model = build()
         is_model = isinstance(self.model, keras.Model)
@@ -186,6 +188,12 @@ class TracedModel:
             self._host_device,
             rows,
         )
+
+    @property
+    def without_effect(self) -> tuple[str, ...]:
+        """The options of the model that the traced step leaves out, and why."""
+        idle = self._strategy.idle_options
+        return () if idle is None else idle.lines
 
     @property
     def trainable_bytes(self) -> int:

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdp import DistributedOptimizer
 from tfdp.errors import ConfigurationError
 from tfdp.step.find_optimizers import optimizers_of
 from tfdp.tools.testing.batches import Batch, as_dataset
@@ -158,6 +159,13 @@ def _checked(model: Any) -> keras.Model:
             f"build() must return a compiled model. Model {model.name!r} was not "
             "compiled: call model.compile(optimizer=..., loss=...) in build()."
         )
+    for optimizer in optimizers_of(model):
+        if isinstance(optimizer, DistributedOptimizer) and optimizer.sync:
+            raise ConfigurationError(
+                f"The optimizer {optimizer.name!r} has sync={optimizer.sync!r}. With "
+                "that replicas or hosts train independently, and by design the result "
+                "is not that of one device. Check the model without sync."
+            )
     return model
 
 

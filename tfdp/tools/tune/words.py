@@ -72,13 +72,11 @@ def effect(setting: Setting, baseline: Setting, space: Space) -> str:
         )
     elif mine != theirs:
         largest, other = (
-            max(bucket.size_bytes or 0 for bucket in each) / 1e6
+            f"{max(bucket.size_bytes or 0 for bucket in each) / 1e6:,.2f} MB"
             for each in (mine, theirs)
         )
-        parts.append(
-            f"equally many launches of other sizes: the largest {largest:,.2f} MB, not "
-            f"{other:,.2f} MB"
-        )
+        larger = f": the largest {largest}, not {other}" if largest != other else ""
+        parts.append(f"equally many launches of other sizes{larger}")
     if setting.lossy != baseline.lossy:
         parts.append("fewer bytes between hosts, and other numbers")
     if setting.shard != baseline.shard:
