@@ -11,7 +11,7 @@ from tfdp.plan.noise_scale import NoiseAverage, split_norms, student_quantile
 
 
 def split_steps(rng, mean, sigma, parts, steps):
-    """|G|^2 and tr(S) of each of `steps` steps whose parts have these many rows."""
+    """|G|^2 and tr(C) of each of `steps` steps whose parts have these many rows."""
     rows, sizes = sum(parts), np.array(parts)
     noise = rng.normal(size=(steps, len(parts), mean.size)) * sigma
     means = mean + noise / np.sqrt(sizes)[:, None]
@@ -69,7 +69,7 @@ def test_where_no_gradient_stands_out_there_is_no_upper_end():
 
 
 def test_what_varies_together_leaves_the_ratio_sharp():
-    """tr(S) = 2 |G|^2 in every step: no spread of either makes the ratio less sure."""
+    """tr(C) = 2 |G|^2 in every step: no spread of either makes the ratio less sure."""
     average, rng = NoiseAverage(0.99), np.random.default_rng(4)
     for norm in 5 + rng.normal(size=100):
         average.add(norm, 2 * norm)

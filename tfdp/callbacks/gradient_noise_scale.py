@@ -25,9 +25,9 @@ LEAST_DECAY = 0.5
 class GradientNoiseScale(keras.callbacks.Callback):
     """Estimates the gradient noise scale, in rows, while `fit` trains on replicas.
 
-    With the gradient G of all data and the covariance S of the gradients of single rows
+    With the gradient G of all data and the covariance C of the gradients of single rows
 
-        B_simple = tr(S) / |G|^2
+        B_simple = tr(C) / |G|^2
 
     With B rows training takes about (1 + B_simple / B) times the fewest steps and (1 +
     B / B_simple) times the fewest rows. Every step has gradients of two batch sizes, of

@@ -2,9 +2,9 @@
 
 With B independent rows in a batch, the batch's mean gradient g has
 
-    E |g|^2 = |G|^2 + tr(S) / B
+    E |g|^2 = |G|^2 + tr(C) / B
 
-(G the gradient of the whole distribution, S the covariance of one row's gradient). Two
+(G the gradient of the whole distribution, C the covariance of one row's gradient). Two
 batch sizes determine both unknowns, McCandlish et al. 2018, appendix A.1.
 """
 
@@ -23,17 +23,17 @@ FEWEST_STEPS = 3.0
 def split_norms(
     small: float, big: float, parts: float, rows: float
 ) -> tuple[float, float]:
-    """|G|^2 and tr(S), both unbiased, from one step.
+    """|G|^2 and tr(C), both unbiased, from one step.
 
     With B_big = `rows` and B_small = rows / parts:
 
         |G|^2 = (B_big big - B_small small) / (B_big - B_small)
-        tr(S) = (small - big) / (1 / B_small - 1 / B_big)
+        tr(C) = (small - big) / (1 / B_small - 1 / B_big)
 
     Args:
       small: the mean of |g_r|^2 over the rows of the batch, g_r the mean gradient of
         the part that contains row r. Parts of n_r rows may differ in size: each weighs
-        n_r / rows and has the noise tr(S) / n_r, together parts / rows.
+        n_r / rows and has the noise tr(C) / n_r, together parts / rows.
       big: |g|^2 of the mean gradient of all rows.
       parts: the number of parts with rows, at least 2.
 
@@ -48,7 +48,7 @@ def ada_scale_gain(
 ) -> float:
     """How many steps of `small_rows` equal one step of `scale` times as many rows.
 
-    With the noise t = tr(S) / small_rows of the small step's gradient:
+    With the noise t = tr(C) / small_rows of the small step's gradient:
 
         r = (t + |G|^2) / (t / scale + |G|^2)
 
@@ -66,7 +66,7 @@ def ada_scale_gain(
 
 @dataclasses.dataclass(frozen=True)
 class NoiseEstimate:
-    """An estimate of the noise scale tr(S) / |G|^2, in rows, with its 95% interval.
+    """An estimate of the noise scale tr(C) / |G|^2, in rows, with its 95% interval.
 
     Infinite when no gradient stands out from the noise. `steps` is the effective
     number, of equal weight; fewer where older ones decay.
@@ -81,10 +81,10 @@ class NoiseEstimate:
 
 
 class NoiseAverage:
-    """The noise scale from many steps: averages of tr(S) and |G|^2, then their ratio.
+    """The noise scale from many steps: averages of tr(C) and |G|^2, then their ratio.
 
     The mean of each step's ratio would be biased, and need not exist. With the
-    normalized weights w_t = decay^(T - t) (1: equal ones) and the averages y of tr(S)
+    normalized weights w_t = decay^(T - t) (1: equal ones) and the averages y of tr(C)
     and x of |G|^2, the covariances are estimated by (for x and y)
 
         v_xy = n / (n - 1) sum_t w_t^2 (x_t - x) (y_t - y),    n = 1 / sum_t w_t^2
