@@ -270,7 +270,7 @@ def test_a_way_that_needs_no_less_is_not_listed(monkeypatch):
         "m", planner.at(4), None, [Way("w", 10**8, False, 0, 0)]
     ).way_rows()
     # A tenth and 16 MiB of margin.
-    assert row == ("w", "100.0 MB", "126.8 MB", "no", "+0%", "0.0 MB")
+    assert row == ("w", "100.0 MB", "126.8 MB", "no", "+0%", "0.0 kB")
 
 
 @pytest.mark.slow

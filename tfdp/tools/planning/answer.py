@@ -37,16 +37,15 @@ class Answer:
         of = f"a replica of {plan.replicas}" if plan.replicas > 1 else "one replica"
         text = (
             f"{self.model}: {of} {PLACE} with {plan.local_rows} rows needs "
-            f"{_megabytes(plan.peak_bytes)} at the peak of a step"
+            f"{_size(plan.peak_bytes)} at the peak of a step"
         )
         if plan.memory_bytes is None:
             return f"{text}."
-        given = _megabytes(plan.memory_bytes)
+        given = _size(plan.memory_bytes)
         if not plan.is_known:
             return f"{text}, perhaps much more: whether it fits in {given} is unknown."
         text += (
-            f", and {_megabytes(plan.needed_bytes)} with the margin that a prediction "
-            "needs"
+            f", and {_size(plan.needed_bytes)} with the margin that a prediction needs"
         )
         if plan.fits:
             spare = 1 - plan.needed_bytes / plan.memory_bytes
@@ -57,7 +56,7 @@ class Answer:
         """(part, size, share), in the order of COLOURS."""
         plan = self.plan
         return [
-            (part, _megabytes(plan.parts[part]), f"{share:.0%}")
+            (part, _size(plan.parts[part]), f"{share:.0%}")
             for part in COLOURS
             if (share := plan.parts.get(part, 0) / max(plan.peak_bytes, 1)) >= 0.0005
         ]
@@ -66,12 +65,12 @@ class Answer:
         return [
             (
                 way.name,
-                _megabytes(way.peak_bytes),
-                _megabytes(way.needed_bytes),
+                _size(way.peak_bytes),
+                _size(way.needed_bytes),
                 "yes" if way.fits else "no",
                 # Not -0%.
                 f"{round(way.more_flops, 2) + 0.0:+.0%}",
-                _megabytes(way.sent_bytes),
+                _size(way.sent_bytes),
             )
             for way in self.ways
         ]
@@ -79,18 +78,16 @@ class Answer:
     def fact_rows(self) -> list[tuple[str, str]]:
         plan = self.plan
         rows = [
-            ("peak with its margin", _megabytes(plan.needed_bytes)),
+            ("peak with its margin", _size(plan.needed_bytes)),
             ("FLOPs of a replica in a step", f"{plan.flops:.3g}"),
-            ("sent by a replica in a step", _megabytes(plan.sent_bytes)),
+            ("sent by a replica in a step", _size(plan.sent_bytes)),
             ("shard", plan.shard + _remat_text(plan.remat)),
         ]
         if plan.host_parts:
-            rows.append(
-                ("of the host's memory, by a replica", _megabytes(plan.host_bytes))
-            )
+            rows.append(("of the host's memory, by a replica", _size(plan.host_bytes)))
         notes = list(plan.notes)
         if self.largest is not None:
-            size = _megabytes(self.largest.peak_bytes)
+            size = _size(self.largest.peak_bytes)
             text = f"{_at_least(self.largest)} rows for each replica ({size})"
             rows.append(("largest batch that fits", text))
             if self.largest.larger_may_fit:
@@ -148,7 +145,7 @@ class Answer:
 
 def _bar(name: str, plan: MemoryPlan) -> tuple[str, str, dict[str, float]]:
     parts = {part: size_bytes / 1e6 for part, size_bytes in plan.parts.items()}
-    return name, f"{plan.peak_bytes / 1e6:,.0f} MB", parts
+    return name, _size(plan.peak_bytes), parts
 
 
 def _at_least(plan: MemoryPlan) -> str:
@@ -162,7 +159,9 @@ def _remat_text(remat: bool | str) -> str:
     return f", with tfdp.remat{policy}"
 
 
-def _megabytes(size_bytes: int) -> str:
+def _size(size_bytes: int) -> str:
+    if size_bytes < 1e6:
+        return f"{size_bytes / 1e3:,.1f} kB"
     return f"{size_bytes / 1e6:,.1f} MB"
 
 
