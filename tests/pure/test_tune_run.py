@@ -1,6 +1,7 @@
 """`tfdp tune` over trials that nobody trains: what is tried, how long, who wins."""
 
 import itertools
+import re
 
 import pytest
 
@@ -158,9 +159,15 @@ def test_more_settings_than_trials_need_the_library(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "optuna", None)
     trials = FakeTrials(speeds())
-    with pytest.raises(MissingDependencyError, match=r"pip install 'tfdp\[tune\]'"):
+    with pytest.raises(
+        MissingDependencyError, match=r"pip install 'tfdp\[tune\]'"
+    ) as raised:
         run(trials, most_trials=3)
     assert len(trials.tried) == 1
+    enough = int(re.search(r"--trials (\d+)\.$", str(raised.value))[1])
+    with pytest.raises(MissingDependencyError):
+        run(FakeTrials(speeds()), most_trials=enough - 1)
+    assert len(run(FakeTrials(speeds()), most_trials=enough).trials) == enough
 
 
 def test_optuna_finds_it_with_fewer_trials():

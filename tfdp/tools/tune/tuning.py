@@ -193,9 +193,9 @@ class SearchByOptuna:
             import optuna
         except ImportError:
             raise MissingDependencyError(
-                f"There are {len(order)} settings for {trials} trials, and Optuna, "
-                "which chooses among them, is not installed: pip install "
-                f"'tfdp[tune]', or try all with --trials {len(order)}."
+                f"There are {len(order) + 1} settings with the defaults, and --trials "
+                f"is {trials + 1}. Optuna, which chooses among them, is not installed: "
+                f"pip install 'tfdp[tune]', or try all with --trials {len(order) + 1}."
             ) from None
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._space, self._left = space, list(order)
