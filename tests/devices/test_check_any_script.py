@@ -311,3 +311,24 @@ def test_a_sync_between_hosts_is_refused_by_check_and_left_out_by_plan(load):
     assert [note for note in planned.notes if "sync has no effect on one host" in note]
     with pytest.raises(ConfigurationError, match="Check the model without sync"):
         check_parity(loaded.build, loaded.data, make_strategy(2), steps=1)
+
+
+def test_a_fit_that_prepares_its_data_prepares_them_once(load):
+    """As KerasHub's, which tokenizes texts, and refuses tokens."""
+    found = load("""
+        class Scaled(keras.Sequential):
+            def fit(self, x, y, **more):
+                if not isinstance(x, np.ndarray) or x.max() <= 1:
+                    raise TypeError("these data are scaled")
+                return super().fit(x / 20, y, **more)
+
+        model = Scaled([keras.Input((2,)), keras.layers.Dense(3)])
+        model.compile("sgd", new_model().loss)
+        model.fit(x, y, batch_size=5)
+    """)
+    expected = np.arange(20, dtype="float32").reshape(10, 2) / 20
+    np.testing.assert_array_equal(found.data[0], expected)
+    report = check_parity(
+        found.build, found.data, make_strategy(2), steps=2, **found.options
+    )
+    assert report.ok, str(report)

@@ -187,7 +187,12 @@ class Script:
         if isinstance(callbacks, keras.callbacks.CallbackList):
             callbacks = callbacks.callbacks
         names = tuple(type(each).__name__ for each in keras.tree.flatten(callbacks))
-        return FirstFit(given["self"], data, rows, names)
+        model = given["self"]
+        if type(model).fit is not keras.Model.fit:
+            # The data have passed the fit of its class, such as KerasHub's, which
+            # tokenizes: only Keras' fit is left to call.
+            model.fit = lambda *args, **kwargs: keras.Model.fit(model, *args, **kwargs)
+        return FirstFit(model, data, rows, names)
 
     def _refuse(self, what: str = "an optimizer is applied before it") -> None:
         if self._found is None:
