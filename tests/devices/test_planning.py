@@ -288,6 +288,17 @@ def test_ways_are_named_with_their_cost():
     assert "gradient_accumulation_steps=2, 16 rows at a time" in ways
 
 
+@pytest.mark.parametrize("policy", ["each", "segments"])
+def test_a_model_that_calls_remat_itself_is_planned_as_with_remat(policy):
+    own = Planner(lambda: tfdp.remat(build(), policy), 64, replicas=2, shard=3)
+    found = own.at(own.local_rows)
+    other = plan(build, 64, replicas=2, shard="parameters", remat=policy)
+    assert found.remat and found.sent_bytes == other.sent_bytes
+    assert found.sent_bytes == 3 * WEIGHT_BYTES // 2
+    assert found.peak_bytes == other.peak_bytes
+    assert not any("remat" in way.name for way in ways_to_fit(own, 10**6))
+
+
 def test_the_answer_in_words_and_on_a_page():
     found = plan(build, 64, memory_bytes=10**6)
     answer = Answer("<model>", found, None, [])

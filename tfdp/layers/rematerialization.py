@@ -119,6 +119,7 @@ def remat(
             TooLateWarning,
             stacklevel=2,
         )
+    layer.is_rematerialized = True  # for `tfdp plan`
     if policy == "segments":
         cut_in_segments(layer, lambda block, call: _twice(block, call, prefetch))
         return layer

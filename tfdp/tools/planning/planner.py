@@ -97,7 +97,7 @@ class Planner:
             local_rows=local_rows,
             replicas=self.replicas,
             shard=str(sharding.what),
-            remat=remat,
+            remat=remat or found[-1]["is_rematerialized"],
             parts=parts,
             memory_bytes=memory_bytes,
             flops=found[-1]["flops"],
@@ -159,6 +159,7 @@ class Planner:
                 "graph": graph,
                 "trainable_bytes": traced.trainable_bytes,
                 "owned_bytes": traced.owned_bytes,
+                "is_rematerialized": traced.is_rematerialized,
                 "tables": traced.tables,
                 "notes": tuple(notes),
                 "is_known": not NOT_KNOWN & set(graph.notes),
@@ -208,7 +209,8 @@ class Planner:
         # On one host each replica sends an owner its shard; else each sends all.
         moved = facts["owned_bytes"] // (self.replicas if self.hosts == 1 else 1)
         trainable, stage = facts["trainable_bytes"], sharding.stage
-        return sent_bytes(trainable, self.replicas, stage, remat, tables, moved)
+        twice = remat or facts["is_rematerialized"]
+        return sent_bytes(trainable, self.replicas, stage, twice, tables, moved)
 
     def share_one_graph(self, few: int, many: int, remat: bool | str) -> bool:
         """Whether `interpolated` may be used between these two traced row counts."""

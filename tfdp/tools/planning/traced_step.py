@@ -33,6 +33,7 @@ from tfdp.strategies.devices import find_devices
 from tfdp.tools.planning.any_rows import AnyRows, UnclearLength, rows_to_trace
 from tfdp.tools.planning.step_graph import StepGraph, StoredVariable
 from tfdp.tools.planning.trace import read_graph
+from tfdp.tools.testing.model_parts import layers_of
 
 # Larger weights and optimizer slots are left without values: only shapes are needed.
 LEAST_EMPTY_BYTES = 2**20
@@ -122,6 +123,11 @@ class TracedModel:
         # What the model requested; here XLA and eager mode are off.
         self.is_compiled = take_over_jit(self.model)
         self.is_eager = bool(self.model.run_eagerly)
+        #: Whether `build` called `tfdp.remat` itself.
+        self.is_rematerialized = any(
+            getattr(layer, "is_rematerialized", False)
+            for layer in layers_of(self.model)
+        )
         if remat:
             recompute(self.model, "each" if remat is True else str(remat))
 

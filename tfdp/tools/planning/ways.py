@@ -176,6 +176,8 @@ def _way(
 ) -> Way | None:
     """None: the setting is impossible for this model or batch."""
     rows = planner.local_rows
+    if remat and base.remat:
+        return None  # the model calls tfdp.remat itself
     if steps > 1:
         if rows < steps:
             return None
@@ -209,7 +211,7 @@ def _accumulating(
     # Accumulated gradients are dense, of tables as well.
     whole = sent_bytes(micro.trainable_bytes, planner.replicas, stage, remat=False)
     one_way = whole // 2
-    sent = {2: (steps + 1) * one_way, 3: 2 * steps * one_way}
+    sent = {2: (steps + 1) * one_way, 3: (3 if micro.remat else 2) * steps * one_way}
     return Way(
         f"gradient_accumulation_steps={steps}, {micro.local_rows} rows at a time",
         peak_bytes,
