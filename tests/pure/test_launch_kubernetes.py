@@ -368,6 +368,22 @@ def test_gpus_and_volumes_are_asked_for():
     }
 
 
+@pytest.mark.parametrize(
+    "paths,gpus", [(("/data", "/data/"), 0), (("/dev/shm",), 8)], ids=str
+)
+def test_two_volumes_at_one_path_are_refused(paths, gpus):
+    volumes = [Volume(f"claim-{place}", path) for place, path in enumerate(paths)]
+    with pytest.raises(ConfigurationError, match=f"two volumes at '{paths[0]}'"):
+        manifest(
+            PROGRAM,
+            "image:1",
+            workers=2,
+            resources=Resources(gpus=gpus),
+            volumes=volumes,
+            job_key=KEY,
+        )
+
+
 VALUES = {
     "on": "yes",
     "a": [1, 1.5, True, "1", "", "x: y", "- z", "null", "a#b", "é\n😀", "~", [], {}],

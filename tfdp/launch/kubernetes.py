@@ -255,7 +255,15 @@ def _mounts(gpus: int, volumes: Sequence[Volume]) -> list[tuple[str, dict[str, A
         for volume in volumes
     ]
     memory = (SHARED_MEMORY, {"emptyDir": {"medium": "Memory"}})
-    return [*claims, memory] if gpus else claims
+    found = [*claims, memory] if gpus else claims
+    paths = [path.rstrip("/") for path, _ in found]
+    for path in paths:
+        if paths.count(path) > 1:
+            raise ConfigurationError(
+                f"--volume cannot mount two volumes at {path!r}. Give each its own path"
+                f"{'' if path != SHARED_MEMORY else '; --gpus mounts memory there'}."
+            )
+    return found
 
 
 def _pod(
