@@ -1,6 +1,6 @@
 """A search with KerasTuner, each trial on all devices and workers.
 
-    pip install keras-tuner
+    pip install keras-tuner tensorboard
     python examples/cookbook/tuner.py
     tfdp launch --workers 2 examples/cookbook/tuner.py
 
