@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.support.fresh_python import run_python
 from tests.support.parity import make_strategy
 from tfdp.errors import ConfigurationError
 from tfdp.planning import plan
@@ -50,7 +51,11 @@ class_weight = {0: 1.0, 1: 5.0, 2: 7.0}
 WEIGHTED = "class_weight={0: 1.0, 1: 5.0, 2: 7.0}"
 DATA = {
     "arrays": ("new_model().fit(x, y, 4, epochs=9)", 4),
-    "the default batch": ("new_model().fit(x=x, y=y)", 32),
+    "the default batch": ("new_model().fit(x=x, y=y)", 10),
+    "rows for validation": (
+        "new_model().fit(np.tile(x, (2, 1)), np.tile(y, 2), 4, validation_split=0.5)",
+        4,
+    ),
     "class weights": (f"new_model().fit(x, y, batch_size=4, {WEIGHTED})", 4),
     "a dataset": (
         "pairs = tf.data.Dataset.from_tensor_slices((x, y)).batch(4).repeat()\n"
@@ -231,6 +236,23 @@ REFUSED = {
         "tfdp.auto_strategy().distribute_datasets_from_function(print)",
         "batches of one replica",
     ),
+    "a thread": (
+        """
+        import threading
+        thread = threading.Thread(target=lambda: new_model().fit(x, y))
+        thread.start()
+        thread.join()
+        """,
+        "fit is called in another thread",
+    ),
+    "a pool": (
+        """
+        from concurrent.futures import ThreadPoolExecutor
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(lambda: new_model().fit(x, y)).result()
+        """,
+        "fit is called in another thread",
+    ),
     "an empty dataset": (
         "new_model().fit(tf.data.Dataset.from_tensor_slices((x, y)).batch(4).take(0))",
         "has no batch",
@@ -332,3 +354,63 @@ def test_a_fit_that_prepares_its_data_prepares_them_once(load):
         found.build, found.data, make_strategy(2), steps=2, **found.options
     )
     assert report.ok, str(report)
+
+
+def test_a_script_that_configures_its_output_runs_again(load):
+    """What it prints from its second run on goes nowhere, as to a file."""
+    found = load("""
+        import sys
+        sys.stdout.reconfigure(line_buffering=True)
+        sys.stdout.buffer.write(b"bytes")
+        print("from a child's handle", sys.stdout.fileno() > 0)
+        new_model().fit(x, y)
+    """)
+    assert found.build().built
+
+
+def test_a_script_that_cannot_run_twice_says_so(load, tmp_path, capsys):
+    found = load(f"""
+        import os
+        os.mkdir({str(tmp_path / "run")!r})
+        new_model().fit(x, y)
+    """)
+    with pytest.raises(ConfigurationError, match="failed when it was run again"):
+        found.build()
+    assert "FileExistsError" in capsys.readouterr().err
+
+
+ENDS = {
+    "a thread that waits": """
+        import threading
+        threading.Thread(target=threading.Event().wait).start()
+        new_model().fit(x, y)
+    """,
+    "a handler that saves": """
+        import atexit, pathlib
+        atexit.register(pathlib.Path("trained.keras").write_text, "untrained")
+        new_model().fit(x, y)
+    """,
+    "a loop that catches everything": """
+        while True:
+            try:
+                new_model().fit(x, y)
+                break
+            except BaseException:
+                pass
+    """,
+}
+
+
+@pytest.mark.worth_seconds(20)
+@pytest.mark.parametrize("case", ENDS)
+def test_a_command_ends_whatever_the_script_leaves_behind(case, tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(BEFORE + textwrap.dedent(ENDS[case]), "utf-8")
+    done = run_python("-m", "tfdp", "plan", path, "--quick", cwd=tmp_path)
+    assert not (tmp_path / "trained.keras").exists()
+    if "loop" in case:
+        assert done.returncode == 2
+        assert "catches every exception of fit" in done.stderr
+    else:
+        assert done.returncode == 0, done.stderr
+        assert "at the peak of a step" in done.stdout

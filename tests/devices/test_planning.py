@@ -299,6 +299,17 @@ def test_a_model_that_calls_remat_itself_is_planned_as_with_remat(policy):
     assert not any("remat" in way.name for way in ways_to_fit(own, 10**6))
 
 
+@pytest.mark.parametrize("policy", [True, "segments"])
+def test_ways_need_less_than_the_plan_that_was_requested(policy):
+    planner = Planner(build, 64, replicas=2)
+    base = planner.at(planner.local_rows, remat=policy)
+    ways = list(ways_to_fit(planner, 10**6, remat=policy))
+    assert ways and all(way.peak_bytes < base.peak_bytes for way in ways)
+    names = [way.name for way in ways if "shard" in way.name]
+    assert all("remat" in name for name in names)
+    assert all(abs(way.more_flops) < 0.05 for way in ways)
+
+
 def test_the_answer_in_words_and_on_a_page():
     found = plan(build, 64, memory_bytes=10**6)
     answer = Answer("<model>", found, None, [])

@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src.trainers.data_adapters import get_data_adapter
+from keras.src.trainers.data_adapters.array_slicing import train_validation_split
 
 from tfdp.errors import ConfigurationError
 from tfdp.seams.replace import class_attribute, replace_for_good
@@ -111,7 +112,8 @@ def input_of_fit(given: Mapping[str, Any], batches: int) -> tuple[Any, int | Non
       batches: how many batches to read of data other than arrays, at least 1.
 
     Returns:
-      Arrays `(x, y, sample_weight)`, and their batch size; or a list of batches as
+      Arrays `(x, y, sample_weight)` without those for validation, and their batch
+      size, at most all rows; or a list of batches as
       the step gets them, and None.
 
     Raises:
@@ -126,11 +128,17 @@ def input_of_fit(given: Mapping[str, Any], batches: int) -> tuple[Any, int | Non
             "each batch. Give it the plain dataset of global batches."
         )
     rows = given.get("batch_size") or BATCH_ROWS
+    split = given.get("validation_split")
+    if split and given.get("validation_data") is None:
+        arrays = tuple(parts[name] for name in names[:3])
+        trained_on, _ = train_validation_split(arrays, split)
+        parts |= dict(zip(names[:3], trained_on, strict=True))
     adapter = get_data_adapter(**parts, batch_size=rows)
     if type(adapter).__name__ == ARRAYS:
+        whole = len(keras.tree.flatten(parts["x"])[0])
+        rows = max(1, min(rows, whole))
         if parts["class_weight"] is None:
             return (parts["x"], parts["y"], parts["sample_weight"]), rows
-        whole = len(keras.tree.flatten(parts["x"])[0])
         adapter = get_data_adapter(**parts, batch_size=max(whole, 1))
         [batch] = adapter.get_tf_dataset().take(1)
         return batch, rows

@@ -151,5 +151,13 @@ def _discard_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def run() -> NoReturn:
+    """The `tfdp` command: `main`, and the end of the process."""
+    code = main()
+    from tfdp.tools.commands.check_target import leave  # after what was imported anyway
+
+    leave(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

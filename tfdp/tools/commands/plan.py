@@ -126,7 +126,7 @@ def _answer(
     remat = options.remat
     limit = None if options.quick else memory_bytes
     # The requested one, those for the largest batch, and the ways to need less.
-    count = 1 if limit is None else 2 + len(settings_to_try(planner))
+    count = 1 if limit is None else 2 + len(settings_to_try(planner, remat))
     settings = "1 setting" if count == 1 else f"{count} settings"
     with progress_bar(f"planning {settings}", count) as advance:
         plan = planner.at(planner.local_rows, remat=remat, memory_bytes=memory_bytes)
@@ -136,7 +136,7 @@ def _answer(
             largest = largest_batch(planner, limit, remat=remat)
             advance(1)
             if not plan.fits:
-                ways = list(ways_to_fit(planner, limit, advance))
+                ways = list(ways_to_fit(planner, limit, advance, remat))
     return Answer(options.model, plan, largest, ways)
 
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
 import os
 import pathlib
 import sys
+import threading
+import traceback
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -28,6 +29,11 @@ INSTEAD = (
     "Define build_model() and make_data() at the top level of the script, or name a "
     "function that returns (build, data): SCRIPT:function."
 )
+
+
+# A search for a batch size may call fit a few times, and catch everything.
+MOST_STOPS = 100
+FAILED = 2
 
 
 class Stopped(BaseException):
@@ -100,6 +106,8 @@ class Script:
 
     def _run(self) -> FirstFit:
         self._found = self._refusal = None
+        self._thread, self._stops = threading.get_ident(), 0
+        failure: BaseException | None = None
         replaced = running_a_script(
             self._stand_in, self._stop, self._refuse, self._keep_files
         )
@@ -112,7 +120,9 @@ class Script:
                 pass
             except (Exception, SystemExit) as error:
                 if self._found is None and self._refusal is None:
-                    self._raise(error)
+                    failure = error
+        if failure is not None:
+            self._raise(failure)
         self._is_first = False
         if self._refusal is not None:
             raise self._refusal
@@ -124,6 +134,14 @@ class Script:
         return self._found
 
     def _raise(self, error: BaseException) -> None:
+        if not self._is_first:
+            traceback.print_exception(error)
+            raise ConfigurationError(
+                f"{self._path} failed when it was run again. A command runs it once "
+                "for each model that it builds, so before its first fit the script "
+                "must not change what it depends on (files, standard input). "
+                f"{INSTEAD}"
+            ) from None
         if not isinstance(error, SystemExit):
             raise error
         code = error.code
@@ -145,14 +163,16 @@ class Script:
         code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
         main, words, folder = sys.modules["__main__"], sys.argv, os.getcwd()
         packages = {name.partition(".")[0] for name in sys.modules}
-        out = sys.stderr if self._is_first else io.StringIO()
         if str(path.parent) not in sys.path:
             sys.path.insert(0, str(path.parent))
         sys.modules["__main__"] = module
         sys.argv = [str(self._path), *self._arguments]
         try:
             with (
-                contextlib.redirect_stdout(out),
+                open(os.devnull, "w") as nothing,
+                contextlib.redirect_stdout(
+                    out := sys.stderr if self._is_first else nothing
+                ),
                 contextlib.redirect_stderr(out),
             ):
                 yield lambda: exec(code, vars(module))
@@ -166,6 +186,18 @@ class Script:
                     del sys.modules[name]
 
     def _stop(self, given: dict[str, Any]) -> None:
+        if threading.get_ident() != self._thread:
+            # Scopes belong to threads: the model is outside of the command's.
+            self._refuse("fit is called in another thread")
+        self._stops += 1
+        if self._stops > MOST_STOPS:
+            print(
+                f"tfdp: {self._path} catches every exception of fit, and calls it "
+                f"again and again. {INSTEAD}",
+                file=sys.__stderr__,
+                flush=True,
+            )
+            os._exit(FAILED)
         try:
             self._found = self._found or self._first(given)
         except Exception as error:  # the script could catch it
@@ -200,6 +232,8 @@ class Script:
                 f"The training of {self._path} cannot be taken from its first fit: "
                 f"{what}. {INSTEAD}"
             )
+        if threading.get_ident() != self._thread:
+            raise SystemExit  # ends a thread without a traceback
         raise Stopped
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import sys
 import time
 from collections.abc import Callable
@@ -16,7 +17,12 @@ from typing import Any
 from tfdp.errors import ConfigurationError
 from tfdp.hosts.link_speed import speed_of_sums
 from tfdp.tools.bench.worker_process import answer, find_devices
-from tfdp.tools.commands.check_target import ScriptRun, load_target, training_a_target
+from tfdp.tools.commands.check_target import (
+    ScriptRun,
+    leave,
+    load_target,
+    training_a_target,
+)
 from tfdp.tools.commands.plan_model import load_model, parse_model
 from tfdp.tools.tune.space import Place, Setting
 
@@ -166,3 +172,5 @@ def _seconds(ends: list[tuple[int, float]], count: int, together: int) -> list[f
 if __name__ == "__main__":
     with training_a_target():
         answer(sys.argv[1:], _figures)
+    if Place(**json.loads(sys.argv[1])["place"]).processes == 1:
+        leave(0)  # several take leave of each other first

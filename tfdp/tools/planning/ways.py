@@ -139,28 +139,37 @@ def _most_that_fits(
     return low
 
 
-def settings_to_try(planner: Planner) -> list[tuple[str, bool | str, int]]:
-    """(shard, remat, steps of accumulation), cheapest in traffic and FLOPs first."""
+def settings_to_try(
+    planner: Planner, remat: bool | str = False
+) -> list[tuple[str, bool | str, int]]:
+    """(shard, remat, steps of accumulation), cheapest in traffic and FLOPs first.
+
+    `remat`: what was requested, which all have.
+    """
     own = str(planner.sharding.what)
     stages = SHARD_STAGES[planner.sharding.stage :] if planner.replicas > 1 else (own,)
-    policies: tuple[bool | str, ...] = (False, True, "segments")
-    found = [(shard, remat, 1) for shard in stages for remat in policies]
-    return [*found[1:], *((own, False, steps) for steps in MICRO_STEPS)]
+    policies: tuple[bool | str, ...] = (remat,) if remat else (False, True, "segments")
+    found = [(shard, policy, 1) for shard in stages for policy in policies]
+    return [*found[1:], *((own, remat, steps) for steps in MICRO_STEPS)]
 
 
 def ways_to_fit(
     planner: Planner,
     memory_bytes: int,
     advance: Callable[[float], None] = lambda settings: None,
+    remat: bool | str = False,
 ) -> Iterator[Way]:
     """Yields those of `settings_to_try` that need less memory; they may fit or not.
 
     Accumulation is computed from the plan of a micro-batch and one more set of
     gradients; the others are traced. `advance` is called after each setting.
     """
-    base = planner.at(planner.local_rows)
-    for setting in settings_to_try(planner):
-        way = _way(planner, memory_bytes, base, *setting)
+    base = planner.at(planner.local_rows, remat=remat)
+    calls_remat = bool(base.remat) and not remat  # the model itself
+    for shard, policy, steps in settings_to_try(planner, remat):
+        way = None
+        if not (calls_remat and policy):
+            way = _way(planner, memory_bytes, base, shard, policy, steps)
         advance(1)
         if way is not None and way.peak_bytes < base.peak_bytes:
             yield way
@@ -176,12 +185,10 @@ def _way(
 ) -> Way | None:
     """None: the setting is impossible for this model or batch."""
     rows = planner.local_rows
-    if remat and base.remat:
-        return None  # the model calls tfdp.remat itself
     if steps > 1:
         if rows < steps:
             return None
-        micro = planner.at(-(-rows // steps))
+        micro = planner.at(-(-rows // steps), remat=remat)
         return _accumulating(micro, steps, planner, memory_bytes)
     try:
         found = planner.at(rows, shard=shard, remat=remat)
