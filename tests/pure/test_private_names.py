@@ -30,6 +30,7 @@ OWN_OBJECTS = {"self", "cls"}
 ALLOWED = {
     ("tfdp/tools/bench/processes/member.py", "_exit"),
     ("tfdp/hosts/mpi_link.py", "_exit"),
+    ("tfdp/tools/commands/end_of_process.py", "_exit"),
     ("tfdp/strategies/multi_host.py", "_make_extended"),
     ("tfdp/strategies/multi_host.py", "_over_replicas"),
     ("tfdp/strategies/multi_host.py", "_reduce_values"),

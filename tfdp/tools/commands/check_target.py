@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import importlib
 import importlib.util
-import os
 import pathlib
 import re
 import sys
@@ -16,7 +15,7 @@ import textwrap
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 from tfdp.checks import did_you_mean
 from tfdp.errors import ConfigurationError, TfdpError
@@ -84,20 +83,6 @@ def training_a_target() -> Iterator[None]:
     except SystemExit:
         traceback.print_exc()
         sys.exit(ENDED_ITSELF)
-
-
-def leave(code: int) -> NoReturn:
-    """Ends the process; at once if a script was run in it.
-
-    Its threads would keep the process alive, and its exit handlers could save the
-    untrained model over a trained one.
-    """
-    if "tfdp.tools.commands.script_fit" not in sys.modules:
-        sys.exit(code)
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            stream.flush()
-    os._exit(code)
 
 
 @contextlib.contextmanager

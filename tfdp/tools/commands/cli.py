@@ -19,6 +19,7 @@ from typing import NoReturn
 from tfdp._version import __version__
 from tfdp.checks import did_you_mean
 from tfdp.errors import TfdpError
+from tfdp.tools.commands.end_of_process import leave
 
 # Name -> (module with add_arguments(parser) and run(options), one line of help). FAILED
 # of the module is the exit code where `run` raises; else 1.
@@ -153,10 +154,7 @@ def _discard_output() -> None:
 
 def run() -> NoReturn:
     """The `tfdp` command: `main`, and the end of the process."""
-    code = main()
-    from tfdp.tools.commands.check_target import leave  # after what was imported anyway
-
-    leave(code)
+    leave(main())
 
 
 if __name__ == "__main__":

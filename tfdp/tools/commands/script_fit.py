@@ -24,6 +24,7 @@ import tensorflow as tf
 
 from tfdp._private.first_fit import input_of_fit, running_a_script
 from tfdp.errors import ConfigurationError
+from tfdp.tools.commands.end_of_process import leave
 
 INSTEAD = (
     "Define build_model() and make_data() at the top level of the script, or name a "
@@ -197,7 +198,7 @@ class Script:
                 file=sys.__stderr__,
                 flush=True,
             )
-            os._exit(FAILED)
+            leave(FAILED)
         try:
             self._found = self._found or self._first(given)
         except Exception as error:  # the script could catch it

@@ -14,7 +14,7 @@ from tfdp.errors import ConfigurationError
 from tfdp.plan.shards import shard_stage
 from tfdp.progress_bar import progress_bar
 from tfdp.tools.bench.worker_process import answer
-from tfdp.tools.commands.check_target import leave
+from tfdp.tools.commands.end_of_process import leave
 from tfdp.tools.commands.plan_model import load_model, parse_model
 from tfdp.tools.commands.tune_processes import TrialFailed, Trials, result_of
 from tfdp.tools.tune.proposal import in_order
