@@ -17,7 +17,7 @@ from tfdp._private.names import in_compiled_function, replicas_of
 from tfdp.errors import ConfigurationError
 from tfdp.lint.registry import register
 from tfdp.lint.values import ROW_SOURCE
-from tfdp.tracing.loss_checks import is_share, warn_about_loss
+from tfdp.tracing.loss_checks import count_power, is_share, warn_about_loss
 from tfdp.tracing.loss_shares import Standing
 from tfdp.tracing.run import current_run
 
@@ -270,10 +270,19 @@ def local_mean(loss: tf.Tensor) -> tf.Tensor:
     run, rank = found
     loss = _as_tensor("local_mean", loss)
     shares = _shares(run, rank)
-    if is_share(shares, loss, "local_mean"):
+    share = run.share_in_group(rank)
+    power, is_of_rows = count_power(run, rank, loss)
+    is_scaled = is_share(shares, loss, "local_mean") or is_of_rows
+    if is_scaled and not power:
         return loss
-    warn_about_loss(run, rank, loss)
-    return loss * shares.factor(run.share_in_group(rank), loss.dtype)
+    if not is_scaled:
+        warn_about_loss(run, rank, loss)
+    # A loss that is proportional to n_r^p shall be so to n^p.
+    exponent = (0 if is_scaled else 1) - power
+    if exponent < 0:
+        share, exponent = tf.math.divide_no_nan(1.0, share), -exponent
+    factor = share if exponent == 1 else share**exponent
+    return loss * shares.factor(factor, loss.dtype, power=-power)
 
 
 def local_sum(loss: tf.Tensor) -> tf.Tensor:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support import (  # noqa: F401  (each adds its programs)
+    lint_counts,
     lint_gradients,
     lint_layers,
     lint_loops,

@@ -230,6 +230,23 @@ def squared_twice(z):
     return squared(squared(z))
 
 
+def matrices(t):
+    """A positive definite matrix of each row."""
+    return tf.matmul(t, t, transpose_a=True) + 3.0 * tf.eye(6)
+
+
+def moved_by(i, v):
+    """Images, each moved by a number of its own row."""
+    zeros, ones = tf.zeros_like(v), tf.ones_like(v)
+    return tf.raw_ops.ImageProjectiveTransformV3(
+        images=i,
+        transforms=tf.stack([ones, zeros, v, zeros, ones, v, zeros, zeros], 1),
+        output_shape=[8, 8],
+        fill_value=0.0,
+        interpolation="BILINEAR",
+    )
+
+
 def every_function(x, y):
     """The sum of all functions that `RULES` calls elementwise, of numbers in (0, 1)."""
     x, y, results = 0.1 + 0.8 * tf.sigmoid(x), 0.1 + 0.8 * tf.sigmoid(y), []
@@ -499,7 +516,7 @@ def test_the_sentence_about_a_crossing(expression, words):
         "mean(w)": False,
         "tf.ones([])": False,
         "share(f, x)": False,
-        "tf.math.igamma(tf.abs(x), tf.abs(y))": False,
+        "tf.math.igamma(tf.abs(x), tf.abs(y))": True,
         "mean(tf.ones_like(x))": False,
         "total(x)": True,
         "mean(x) + total(x)": True,

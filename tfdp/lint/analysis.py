@@ -40,6 +40,7 @@ from tfdp.lint.values import (
     joined,
     reads_of,
     share_of,
+    times,
     unknown,
 )
 
@@ -82,11 +83,14 @@ class Analysis:
     Args:
       sources: by `key_of`: the values of tensors that the replica was given.
       rows: the static number of its rows; None: dynamic.
+      replicas: the number of replicas.
     """
 
-    def __init__(self, sources: dict[Any, Value], rows: int | None = None) -> None:
+    def __init__(
+        self, sources: dict[Any, Value], rows: int | None = None, replicas: int = 1
+    ) -> None:
         self.sources = sources
-        self.rows = rows
+        self.rows, self.replicas = rows, replicas
         self._open: dict[int, _Frame] = {}
         self._closed: dict[Any, list[Value]] = {}
 
@@ -187,9 +191,14 @@ class Analysis:
             return share_of(values)
         if not isinstance(stated, Gradient):
             return values[0]
-        count = len(stated.targets)
+        count, weighted = len(stated.targets), len(stated.weights)
+        targets, weights = values[:count], values[count : count + weighted]
+        if weights:  # as the gradient of the sum of their products
+            pairs = zip(targets, weights, strict=True)
+            targets = [times(one, other, "gradient") for one, other in pairs]
+        source = values[-1] if stated.source is not None else None
         handle = None if stated.handle is None else handle_of(stated.handle)
-        return gradient_of(values[:count], (*values[count:], None)[0], handle)
+        return gradient_of(targets, source, handle)
 
     def _of_argument(self, frame: _Frame, op: tf.Operation) -> Value:
         if op.name in frame.given:
@@ -224,10 +233,12 @@ class Analysis:
             return self._of_call(op, values)
         if not op.outputs:
             return []
-        node = Node(op, values, self.rows)
+        node = Node(op, values, self.rows, self.replicas)
         found = RULES.get(op.type, unlisted)(node)
         count = len(op.outputs)
-        return found if isinstance(found, list) else [found] * count
+        return _told_where_lost(
+            op, found if isinstance(found, list) else [found] * count
+        )
 
     def _of_call(self, op: tf.Operation, values: list[Value]) -> list[Value]:
         graphs = list(graphs_called(op))
@@ -239,9 +250,9 @@ class Analysis:
         )
         if len(graphs) < len(list(names_called(op))) or not is_whole:
             # A function's graph may be another one than that which gradients call.
-            return [unknown(values)] * count
+            return _told_where_lost(op, [unknown(values)] * count)
         if is_loop(op):
-            return self._of_loop(op, graphs, values)
+            return _told_where_lost(op, self._of_loop(op, graphs, values))
         if is_call(op):
             return self._outputs(graphs[0], values)
         condition, *given = values
@@ -293,6 +304,17 @@ def _decided_by(condition: Value, value: Value, op: str) -> Value:
     if is_decision and value.is_local and not value.of_share:
         return value.crossed(NORMALIZED, op)
     return value
+
+
+def _told_where_lost(op: tf.Operation, values: list[Value]) -> list[Value]:
+    """`values` of an op, with its name where the analysis ends at it."""
+    here = frozenset({f"{op.type} {op.name}"})
+    return [
+        value.but(lost=here)
+        if Term.UNKNOWN in value.terms and value.is_telling and not value.lost
+        else value
+        for value in values
+    ]
 
 
 def _of_eager(tensor: Any) -> Value:

@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp.lint.node import Node, static_axes
+from tfdp.lint.parts import is_by_own_place
 from tfdp.lint.values import (
     CHOSEN,
     FACTORS,
@@ -63,8 +64,8 @@ def product(node: Node) -> Value:
         count = _times_count(node, rest, place)
         if count is not None and value.terms <= PLAIN and not value.axes:
             return count
-    one, other = values
-    return times(one, other, node.op.name)
+    one, other = (_as_count(node, value, place) for place, value in enumerate(values))
+    return _noting_hand(node, times(one, other, node.op.name))
 
 
 def quotient(node: Node) -> Value:
@@ -77,7 +78,44 @@ def quotient(node: Node) -> Value:
     if divisor is not None and np.ndim(divisor) == 0 and one.terms & {Term.SUM}:
         if divisor in (node.rows, one.entries):
             return scaled_by_count(one.but(power=-1)).but(entries=None)
-    return times(one, other, node.op.name, divided=True)
+    other = _as_count(node, other, 1)
+    return _noting_hand(node, times(one, other, node.op.name, divided=True))
+
+
+#: Fewer rows than these are also the value of other constants, such as 2.
+LEAST_ROWS = 4
+
+
+def _as_count(node: Node, value: Value, place: int) -> Value:
+    """`value`, or the count of rows where a program wrote it as a static number: an
+    integer that was cast, or a divisor of what is no row itself."""
+    number = node.static(place) if value.terms == {Term.CONSTANT} else None
+    if number is None or np.ndim(number) or number != node.rows:
+        return value
+    rest, source = node.values[1 - place], node.op.inputs[place].op
+    is_cast = source.type == "Cast" and source.inputs[0].dtype.is_integer
+    is_divisor = place == 1 and "Div" in node.op.type
+    if (node.rows or 0) < LEAST_ROWS or Term.ROWS in rest.terms or not (is_cast or is_divisor):
+        return value
+    count = frozenset({Term.COUNT})
+    return value.but(terms=count, power=1, local=value.local | {"counts"})
+
+
+def _noting_hand(node: Node, value: Value) -> Value:
+    """`value`, with `by_hand` if a factor is a multiple of the number of replicas."""
+    for place in range(2):
+        number = node.static(place)
+        if number is None or np.ndim(number) or not number or node.replicas == 1:
+            continue
+        for factor in (float(number), 1 / float(number)):
+            if (
+                factor >= 2
+                and abs(factor / node.replicas - round(factor / node.replicas))
+                < 1e-6 * factor
+                and round(factor / node.replicas)
+            ):
+                value = value.but(by_hand=True)
+    return value
 
 
 def _times_count(node: Node, value: Value, place: int) -> Value | None:
@@ -103,12 +141,11 @@ def function(node: Node) -> Value:
 
 
 def sign(node: Node) -> Value:
-    """The sign of a share's gradient by rows is that of the whole loss' gradient."""
+    """The sign of a row's number is the same for any positive multiple of it."""
     [value] = node.values
     if value.target is not None and value.axes:
-        free = value.but(terms=frozenset({Term.ROWS}), of_share=False, target=None)
-        return free.but(power=0)
-    return applied([value], node.op.name)
+        value = value.but(terms=frozenset({Term.ROWS}), of_share=False, target=None)
+    return applied([value.but(power=0)], node.op.name)
 
 
 def check(node: Node) -> Value:
@@ -128,7 +165,9 @@ def select(node: Node) -> Value:
         values[0] = node.values[0]
     condition, *both = values
     if condition.terms <= PLAIN | {Term.COUNT} and not condition.of_share:
-        either = joined(both) if not condition.axes else added(both, node.op.name)
+        # Such as rows, or a constant where a mask of no rows hides them.
+        is_one = not condition.axes and len({v.axes for v in both if v.terms}) == 1
+        either = joined(both) if is_one else added(both, node.op.name)
         return either.but(**dependencies(values))
     if any(v.terms & (SHARES | FACTORS) for v in values):
         # Such as 0 where a replica has no words: the sum of the shares stays exact.
@@ -190,18 +229,12 @@ def reduced(
     total = {Term.ROWS: Term.MEAN}
     if kind == "sum":
         total = {Term.ROWS: Term.SUM, Term.MEAN: Term.SUM, Term.SUM: Term.OTHER}
-        total.update(dict.fromkeys(PLAIN, Term.COUNT))
     terms = frozenset(total.get(term, term) for term in value.terms)
     result = result.but(terms=terms, each=0)
-    if Term.COUNT in terms:
-        result = result.but(local=result.local | {"counts"}, power=1)
-        if value.each == SELECTED:
-            result = result.but(terms=terms - {Term.COUNT} | {Term.SUM}, power=0)
-            result = result.but(local=result.local | {"rows"})
-    elif value.power:
+    if kind == "sum" and terms and terms <= PLAIN | {Term.COUNT}:
+        result = _counted(result, value.each)
+    elif value.power != 0:
         result = scaled_by_count(result)
-    elif value.power is None and terms & {Term.SUM, Term.MEAN}:
-        result = result.but(terms=terms - {Term.SUM, Term.MEAN} | {Term.OTHER}, power=0)
     if len(over) > 1:
         return result.crossed(PAIRED, op)
     if isinstance(value.order, tuple) and value.order[:1] == ("slice",):
@@ -211,11 +244,26 @@ def reduced(
     return result
 
 
+def _counted(value: Value, each: int) -> Value:
+    """The sum of a number over rows, which have `each` of them."""
+    local = value.local | {"counts"}
+    if each == SELECTED:
+        local, terms = local | {"rows"}, frozenset({Term.SUM})
+        return value.but(terms=terms, power=0, local=local)
+    power = None if value.power is None else value.power + 1
+    if power and Term.REPLICATED not in value.terms:
+        value = value.but(terms=frozenset({Term.COUNT}))
+    return value.but(power=power, local=local)
+
+
 def other_reduction(node: Node) -> Value:
     """Max, Min and the like; Prod may be that of a shape."""
     value = node.values[0]
     if node.op.type == "Prod" and value.is_shape:
         return value.but(order=None)
+    if node.op.type in ("Max", "Min") and not value.axes:
+        if value.terms == {Term.COUNT} and value.power == 1 and not value.is_shape:
+            return value  # the largest of equal counts
     return reduction(node, kind="other")
 
 
@@ -238,6 +286,29 @@ def along(node: Node, axis: int | None, kind: str) -> Value:
         kind = PAIRED if len(value.axes) > 1 else kind
         return result.crossed(kind, node.op.name)
     return result
+
+
+def along_last(node: Node, count: int) -> list[Value]:
+    """An op that combines all entries along the last `count` axes, such as `svd`."""
+    results, whole = [], unknown(node.values)
+    for output in node.op.outputs:
+        inner = [
+            (place, axis)
+            for place, value in enumerate(node.values)
+            for axis in value.axes
+            if node.rank(place) is None or axis >= node.rank(place) - count  # type: ignore[operator]
+        ]
+        result = applied([v.but(axes=()) for v in node.values], node.op.name)
+        if not inner and not any(v.axes not in ((), (0,)) for v in node.values):
+            # Axes before these are those of the result.
+            is_of_rows = any(v.axes for v in node.values) and output.shape.rank != 0
+            results.append(applied(node.values, node.op.name) if is_of_rows else result)
+        elif inner and Term.UNKNOWN not in result.terms:
+            result = result.but(terms=frozenset({Term.OTHER}), order=None)
+            results.append(result.crossed(JOINED, node.op.name))
+        else:
+            results.append(whole)
+    return results
 
 
 def softmax(node: Node) -> Value:
@@ -325,6 +396,8 @@ def _without_dots(node: Node, given: str, made: str) -> tuple[str, str]:
 
 def by_rows(node: Node, *, linear: bool, place: int = 0) -> Value | list[Value]:
     """A layer's op on images or sequences: rows are the first axis."""
+    if any(v.axes not in ((), (0,)) for v in node.values):
+        return unknown(node.values)
     value = node.values[place]
     if value.axes not in ((), (0,)):
         return unknown(node.values)
@@ -385,6 +458,8 @@ def dense_counts(node: Node) -> Value:
 def changed_in_place(node: Node) -> Value:
     """TensorScatter...: a tensor with some entries changed by an index."""
     before, places, change = node.values
+    if before.axes == places.axes == (0,) and is_by_own_place(node.op.inputs[1]):
+        return applied([before, change.but(axes=(0,))], node.op.name)
     if node.op.type == "TensorScatterUpdate":
         is_moved = bool(before.reads & change.reads)
         if places.axes or change.axes:  # which row's change stays is not known

@@ -374,6 +374,23 @@ def tiled(node: Node) -> Value:
     return value.but(order=("tiled", times, value.order), per_row=per_row)
 
 
+def to_blocks(node: Node) -> Value:
+    """SpaceToBatchND: the blocks of each row, side by side with other rows' blocks."""
+    value = node.values[0]
+    if value.axes not in ((), (0,)):
+        return unknown(node.values[:1])
+    return value.but(order=("blocks", value.order)) if value.axes else value
+
+
+def from_blocks(node: Node) -> Value:
+    """BatchToSpaceND, the inverse of `to_blocks`."""
+    value = node.values[0]
+    is_inverse = isinstance(value.order, tuple) and value.order[:1] == ("blocks",)
+    if value.axes and not is_inverse:
+        return unknown(node.values[:1])
+    return value.but(order=value.order[1]) if is_inverse else value  # type: ignore[index]
+
+
 def broadcast(node: Node) -> Value:
     """BroadcastTo."""
     value, rank = node.values[0], node.rank(0)

@@ -49,6 +49,17 @@ _CROSSINGS = {
         f"rows. {ALL_ROWS}"
     ),
 }
+#: After "a loss", "a gradient" or a name of what is stored.
+COUNTED = (
+    "multiplied or divided by the number of rows of the batch, such as tf.shape(x)[0], "
+    "and a replica counts its own rows, where one device counts all. Take "
+    "tfdp.losses.local_mean(loss) of the loss, which scales it by the rows of all; or "
+    "count these, tf.shape(tfdp.losses.all_rows(y))[0]"
+)
+LOST = (
+    "tfdp could not follow the loss past {op} in {place!r}: whether replicas get one "
+    "device's numbers is not known. `tfdp check` compares them"
+)
 NO_MEAN = (
     "which is not a mean over them, such as a root, a quotient of sums, a sum or a "
     "maximum. Each replica computes that of its own rows, their mean is reported, and "
@@ -94,9 +105,17 @@ def is_no_mean(value: Value) -> bool:
     """Whether a number depends on rows, and surely not as a mean over them."""
     if Term.UNKNOWN in value.terms:
         return False
+    if value.is_scaled_by_count and value.terms & {Term.MEAN, Term.REPLICATED}:
+        return True
     if value.terms & {Term.SUM, Term.OTHER} or value.terms == {Term.COUNT}:
         return True
     return Term.ROWS in value.terms or bool(value.cross and value.terms & LOCAL_TERMS)
+
+
+def past_op(lost: Iterable[str]) -> str:
+    """The sentence about the first op that the analysis does not know."""
+    op, _, name = min(lost).partition(" ")
+    return LOST.format(op=op, place=name.rpartition("/")[0] or name)
 
 
 def change_of_gradients(gradient: Value, *, scales_by_hand: bool) -> str | None:

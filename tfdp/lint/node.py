@@ -14,20 +14,35 @@ COUNTS = frozenset({"counts"})
 FOLDS: dict[str, Callable[..., Any]] = {
     "AddV2": np.add,
     "Cast": np.array,
+    "ExpandDims": lambda part, axis: np.expand_dims(part, int(axis)),
+    "Fill": lambda shape, part: np.full(shape, part),
+    "Mul": np.multiply,
     "ConcatV2": lambda *parts: np.concatenate(parts[:-1], int(parts[-1])),
     "FloorMod": np.mod,
     "Identity": np.array,
     "Pack": lambda *parts: np.stack(parts),
     "Range": np.arange,
+    "Reshape": np.reshape,
     "Sub": np.subtract,
 }
 
 
 class Node:
-    """An op with the values of its inputs; `rows` is their static number, or None."""
+    """An op with the values of its inputs.
 
-    def __init__(self, op: tf.Operation, values: Sequence[Value], rows: int | None):
-        self.op, self.values, self.rows = op, values, rows
+    Args:
+      rows: the static number of this replica's rows, or None.
+      replicas: the number of replicas.
+    """
+
+    def __init__(
+        self,
+        op: tf.Operation,
+        values: Sequence[Value],
+        rows: int | None,
+        replicas: int = 1,
+    ):
+        self.op, self.values, self.rows, self.replicas = op, values, rows, replicas
 
     def static(self, place: int) -> Any:
         return folded(self.op.inputs[place])

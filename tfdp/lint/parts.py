@@ -232,10 +232,22 @@ def _is_own_place(indices: tf.Tensor) -> bool:
 
 
 def _op_behind(tensor: tf.Tensor) -> tf.Operation:
-    """The op whose result casts pass on."""
-    while tensor.op.type in ("Cast", "Identity"):
-        tensor = tensor.op.inputs[0]
+    """The op whose result casts pass on, or a loop over rows if there are any."""
+    places = {"Cast": 0, "Identity": 0, "SelectV2": 1}
+    while tensor.op.type in places:
+        tensor = tensor.op.inputs[places[tensor.op.type]]
     return tensor.op
+
+
+def is_by_own_place(indices: tf.Tensor) -> bool:
+    """Whether indices are (i, place within row i), for all rows i."""
+    pack = indices.op
+    if pack.type not in ("Pack", "ConcatV2"):
+        return False
+    first = pack.inputs[0]
+    while first.op.type in ("ExpandDims", "Reshape"):
+        first = first.op.inputs[0]
+    return _op_behind(first).type == "Range"
 
 
 def gathered_places(node: Node) -> Value:

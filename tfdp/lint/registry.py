@@ -17,16 +17,18 @@ from tfdp.seams.replace import note_on
 
 
 class Gradient(NamedTuple):
-    """A gradient of the sum of `targets`; by a tensor `source`, or by the weight with
-    this `handle`."""
+    """A gradient of the sum of `targets`, each times its entry of `weights` if there
+    are any; by a tensor `source`, or by the weight with this `handle`."""
 
     targets: tuple[tf.Tensor, ...]
     source: tf.Tensor | None
     handle: tf.Tensor | None
+    weights: tuple[tf.Tensor, ...] = ()
 
     @property
     def tensors(self) -> tuple[tf.Tensor, ...]:
-        return self.targets + (() if self.source is None else (self.source,))
+        source = () if self.source is None else (self.source,)
+        return (*self.targets, *self.weights, *source)
 
 
 class ShareOf(NamedTuple):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tfdp.lint.arithmetic import (
+    along_last,
     batch_matrix_product,
     batch_norm,
     by_rows,
@@ -40,6 +41,7 @@ from tfdp.lint.axes import (
     diagonal,
     diagonal_matrix,
     filled,
+    from_blocks,
     like_rows,
     numbered,
     one_hot,
@@ -54,6 +56,7 @@ from tfdp.lint.axes import (
     size_of,
     split,
     tiled,
+    to_blocks,
     unique,
     unpacked,
     with_axis,
@@ -155,8 +158,8 @@ def constant(node: Node) -> Value:
 
 
 def nothing_known(node: Node) -> Value:
-    """An op whose outputs may be anything."""
-    return UNKNOWN
+    """An op whose outputs may be any function of its inputs."""
+    return UNKNOWN.but(**dependencies(node.values))
 
 
 def unlisted(node: Node) -> list[Value]:
@@ -170,7 +173,11 @@ def unlisted(node: Node) -> list[Value]:
         if value.is_of_own_rows or value.of_share
     ]
     count = len(node.op.outputs)
-    if len(telling) != 1:
+    is_loss = any(node.values[place].of_share for place in telling)
+    is_number = any(output.dtype.is_floating for output in node.op.outputs)
+    # Of words and places the op may be any function of each row; so may one of numbers,
+    # but it may combine the rows as well.
+    if len(telling) != 1 or (is_number and not is_loss):
         return [unknown(node.values).but(cross=frozenset())] * count
     [place] = telling
     value, rank = node.values[place], node.rank(place)
@@ -188,27 +195,45 @@ def unlisted(node: Node) -> list[Value]:
     return results
 
 
+def inner(count: int) -> Rule:
+    """The rule of an op that combines entries along the last `count` axes."""
+    return lambda node: along_last(node, count)
+
+
 def words(text: str, rule: Rule) -> dict[str, Rule]:
     """A rule for each word of a text."""
     return dict.fromkeys(text.split(), rule)
 
 
 RULES: dict[str, Rule] = {
-    **words("Cast CheckNumerics EnsureShape Identity PlaceholderWithDefault", same),
-    **words("PreventGradient Snapshot StopGradient", same),
+    **words(
+        "Bitcast Cast CheckNumerics EnsureShape Identity PlaceholderWithDefault", same
+    ),
+    **words("Conj Imag PreventGradient Real Snapshot StopGradient", same),
     "IdentityN": same_each,
     "Neg": same,
     **words("Add AddN AddV2 BiasAdd Sub", plus),
     **words("Mul MulNoNan", product),
     **words("Div DivNoNan RealDiv", quotient),
     **words(
-        "Abs Acos Acosh Asin Asinh Atan Atan2 Atanh Ceil ClipByValue Cos Cosh Digamma "
+        "Abs Acos Acosh Asin Asinh Atan Atan2 Atanh BesselI0 BesselI0e BesselI1 "
+        "BesselI1e Ceil ClipByValue "
+        "Cos Cosh Dawsn Digamma "
         "Elu Equal Erf Erfc Erfinv Exp Expm1 Floor FloorDiv FloorMod Greater "
-        "GreaterEqual LeakyRelu Less LessEqual Lgamma Log Log1p "
-        "LogicalAnd LogicalNot LogicalOr Maximum Minimum NotEqual Pow Reciprocal Relu "
+        "GreaterEqual Igamma Igammac "
+        "LeakyRelu Less LessEqual Lgamma Log Log1p "
+        "LogicalAnd LogicalNot LogicalOr Maximum Minimum Ndtri NextAfter NotEqual "
+        "Pow Reciprocal Relu "
         "Relu6 Rint Round Rsqrt Selu Sigmoid Sin Sinh Softplus Softsign Sqrt Square "
         "SquaredDifference Tan Tanh TruncateDiv TruncateMod Xdivy Xlog1py Xlogy",
         function,
+    ),
+    # The same of integers, complex numbers, or with attributes.
+    **words(
+        "BitwiseAnd BitwiseOr BitwiseXor Bucketize Complex ComplexAbs "
+        "FakeQuantWithMinMaxArgs FakeQuantWithMinMaxVars Invert Mod Polygamma "
+        "QuantizeAndDequantizeV4 Zeta",
+        lambda node: function(node),
     ),
     "Sign": sign,
     **words("IsFinite IsInf IsNan", check),
@@ -246,6 +271,8 @@ RULES: dict[str, Rule] = {
     "ResourceGather": looked_up,
     "OneHot": one_hot,
     "Tile": tiled,
+    "SpaceToBatchND": to_blocks,
+    "BatchToSpaceND": from_blocks,
     "BroadcastTo": broadcast,
     **words("MirrorPad Pad PadV2", padded),
     **words("DiagPart MatrixDiagPart MatrixDiagPartV2 MatrixDiagPartV3", diagonal),
@@ -254,15 +281,29 @@ RULES: dict[str, Rule] = {
     **words("BatchMatMul BatchMatMulV2 BatchMatMulV3", batch_matrix_product),
     "Einsum": einsum,
     **words(
-        "AvgPool AvgPool3D Conv2D Conv3D DepthwiseConv2dNative ResizeBicubic "
-        "ResizeBilinear ResizeNearestNeighbor",
+        "AdjustContrastv2 AvgPool AvgPool3D Conv2D Conv3D DepthToSpace "
+        "DepthwiseConv2dNative ExtractImagePatches ResizeArea ResizeBicubic "
+        "ResizeBilinear ResizeNearestNeighbor SpaceToDepth",
         lambda node: by_rows(node, linear=True),
     ),
     **words(
         "Conv2DBackpropInput Conv3DBackpropInputV2",
         lambda node: by_rows(node, linear=True, place=2),
     ),
-    **words("MaxPool MaxPool3D MaxPoolV2", lambda node: by_rows(node, linear=False)),
+    **words(
+        "AdjustHue AdjustSaturation HSVToRGB "
+        "ImageProjectiveTransformV3 LRN MaxPool MaxPool3D MaxPoolV2 "
+        "RGBToHSV",
+        lambda node: by_rows(node, linear=False),
+    ),
+    **words("Cross FFT IFFT IRFFT RFFT", inner(1)),
+    **words(
+        "Cholesky FFT2D IFFT2D IRFFT2D LogMatrixDeterminant Lu "
+        "MatrixDeterminant MatrixInverse MatrixSolve "
+        "MatrixSolveLs MatrixSquareRoot MatrixTriangularSolve Qr RFFT2D "
+        "SelfAdjointEigV2 Svd TridiagonalSolve",
+        inner(2),
+    ),
     "FusedBatchNormV3": batch_norm,
     "SparseSoftmaxCrossEntropyWithLogits": cross_entropy,
     "SoftmaxCrossEntropyWithLogits": cross_entropy,

@@ -8,6 +8,9 @@ x_i a row of this replica and n their number, `g` any function of one row:
     MEAN    (1/n) sum_i g(x_i)          SUM    sum_i g(x_i)
     SHARE   c S, with S of this replica and c a factor that scales to the whole batch
 
+all times n^`power`: a sum divided by n is a mean, a mean times n a sum; any other power
+is left, and tells that a replica counted its own rows where one device counts all.
+
 What is none of these depends on several rows at once, and `cross` says how.
 """
 
@@ -82,7 +85,8 @@ class Value:
       each: whether every row has a FIXED number of entries, a VARIABLE one, or only
         SELECTED rows have any.
       per_row: that number, if it is FIXED and known.
-      power: times n to this power; None: another function of n.
+      power: times n to this power; None: another function of n, if `counts` is in
+        `local`.
       entries: static number of entries that a SUM added up; None: unknown.
       cross: how several rows are combined.
       local: why it may differ by replica: "rows", "counts", "drawn", "metric".
@@ -90,6 +94,8 @@ class Value:
       reads: variables by their handles' ids, and how each enters.
       of_share: whether it depends on a factor of a loss in any way.
       target: of a gradient: the value of the number that it is a gradient of.
+      lost: the ops past which the analysis could not follow rows or a loss.
+      by_hand: whether it was divided by a multiple of the number of replicas.
     """
 
     terms: frozenset[Term] = frozenset()
@@ -105,6 +111,8 @@ class Value:
     reads: frozenset[tuple[int, int]] = frozenset()
     of_share: bool = False
     target: Value | None = None
+    lost: frozenset[str] = frozenset()
+    by_hand: bool = False
 
     def but(self, **changes: Any) -> Value:
         # As `dataclasses.replace`, which takes four times as long.
@@ -128,9 +136,20 @@ class Value:
         return self.is_local or "counts" in self.local
 
     @property
+    def is_telling(self) -> bool:
+        """Whether what is not known of it may matter."""
+        return self.is_local or self.of_share or bool(self.cross)
+
+    @property
     def is_one_row(self) -> bool:
         """Whether it is of one row, as within `tf.map_fn`."""
         return self.terms == {Term.ROWS} and not self.axes
+
+    @property
+    def is_scaled_by_count(self) -> bool:
+        """Whether it changes with the number of this replica's rows, as one device's
+        does with that of the batch."""
+        return self.power != 0 and "counts" in self.local and bool(self.terms)
 
     @property
     def is_shape(self) -> bool:
@@ -140,8 +159,6 @@ class Value:
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(Value))
 PLAIN = frozenset({Term.CONSTANT, Term.REPLICATED})
-# Terms whose kind does not change with a factor of n.
-LEFT = frozenset(Term) - PLAIN - {Term.MEAN, Term.SUM}
 ZERO = Value()
 CONSTANT = Value(terms=frozenset({Term.CONSTANT}))
 REPLICATED = Value(terms=frozenset({Term.REPLICATED}))
@@ -161,6 +178,8 @@ def dependencies(values: Iterable[Value]) -> dict[str, Any]:
         "of_all": any([v.of_all for v in values]),
         "of_share": any([v.of_share for v in values]),
         "target": next((v.target for v in values if v.target is not None), None),
+        "lost": frozenset().union(*[v.lost for v in values]),
+        "by_hand": any([v.by_hand for v in values]),
     }
 
 
@@ -227,10 +246,14 @@ def times(one: Value, other: Value, op: str, *, divided: bool = False) -> Value:
         reads=_reads_of_both(one, other, OTHERWISE if divided else SCALED),
         **dependencies([one, other]),
     )
+    power = _power(one, other, divided)
     factors = [v for v in (one, other) if v.terms & FACTORS]
     if factors and not (divided and factors == [other]):
         found = _with_factor(one, other, factors)
-        return result.but(terms=frozenset({found}), of_share=True)
+        lost = lost_in([one, other])
+        return result.but(
+            terms=frozenset({found}), of_share=True, power=power, lost=lost
+        )
     parts = (one.terms | other.terms) & SHARDS
     if parts:
         return result.but(terms=parts)
@@ -239,7 +262,7 @@ def times(one: Value, other: Value, op: str, *, divided: bool = False) -> Value:
         rest = other if shares[0] is one else one
         is_linear = len(shares) == 1 and not (divided and shares[0] is other)
         if is_linear and not rest.terms & LOCAL_TERMS:
-            return result.but(terms=shares[0].terms, power=shares[0].power)
+            return result.but(terms=shares[0].terms, power=power)
         if not is_linear or not shares[0].axes or shares[0].terms != {Term.SHARE}:
             return result.but(terms=frozenset({Term.MIXED}))
         # Row by row: a share of weighted rows.
@@ -250,7 +273,6 @@ def times(one: Value, other: Value, op: str, *, divided: bool = False) -> Value:
         return result.but(terms=frozenset({Term.UNKNOWN}))
     if not one.terms or (not other.terms and not divided):
         return result.but(terms=frozenset())
-    power = _power(one, other, divided)
     result = result.but(terms=_product_terms(one, other, divided), power=power)
     if power != 0 and result.terms & {Term.MEAN, Term.SUM}:
         result = scaled_by_count(result)
@@ -266,7 +288,8 @@ def _with_factor(one: Value, other: Value, factors: Sequence[Value]) -> Term:
         return Term.MIXED
     if factor.terms == {Term.REPORT_FACTOR}:
         return Term.REPORTED
-    return Term.MIXED if rest.of_share else Term.SHARE
+    is_mixed = rest.of_share and (not factor.power or rest.terms != {Term.SHARE})
+    return Term.MIXED if is_mixed else Term.SHARE
 
 
 def _crossing_of_product(one: Value, other: Value, divided: bool) -> str | None:
@@ -294,8 +317,8 @@ def _reads_of_both(one: Value, other: Value, least: int) -> frozenset[tuple[int,
 def _product_terms(one: Value, other: Value, divided: bool) -> frozenset[Term]:
     local = [v for v in (one, other) if v.terms & LOCAL_TERMS]
     if not local:
-        counted = Term.COUNT in one.terms | other.terms
-        if counted:
+        terms = one.terms | other.terms
+        if Term.COUNT in terms and Term.REPLICATED not in terms:
             return frozenset({Term.COUNT})
         is_constant = one.terms | other.terms == {Term.CONSTANT}
         return frozenset({Term.CONSTANT if is_constant else Term.REPLICATED})
@@ -315,13 +338,19 @@ def _power(one: Value, other: Value, divided: bool) -> int | None:
 
 def scaled_by_count(value: Value) -> Value:
     """Sums divided by the number of rows are means, and means times it are sums."""
-    shift = {(Term.SUM, -1): Term.MEAN, (Term.MEAN, 1): Term.SUM}
-    shift.update(((term, value.power), Term.COUNT) for term in PLAIN)  # type: ignore[misc]
-    terms = frozenset(
-        term if term in LEFT else shift.get((term, value.power), Term.OTHER)  # type: ignore[arg-type]
-        for term in value.terms
-    )
-    return value.but(terms=terms, power=None if Term.COUNT in terms else 0)
+    if value.power is None and value.terms & {Term.SUM, Term.MEAN}:
+        return value.but(terms=value.terms - {Term.SUM, Term.MEAN} | {Term.OTHER})
+    if value.terms > {Term.SUM} or value.terms > {Term.MEAN}:
+        # Of several terms each has another power then, such as of a sum plus 1.
+        shift = {(Term.SUM, -1): Term.MEAN, (Term.MEAN, 1): Term.SUM}
+        shift.update(((term, value.power), Term.COUNT) for term in PLAIN)  # type: ignore[misc]
+        terms = frozenset(shift.get((t, value.power), t) for t in value.terms)  # type: ignore[arg-type]
+        return value.but(terms=terms, power=None)
+    if value.terms == {Term.SUM} and value.power == -1:
+        return value.but(terms=frozenset({Term.MEAN}), power=0)
+    if value.terms == {Term.MEAN} and value.power == 1:
+        return value.but(terms=frozenset({Term.SUM}), power=0)
+    return value
 
 
 def applied(values: Iterable[Value], op: str) -> Value:
@@ -443,33 +472,55 @@ def gradient_of(
 ) -> Value:
     """The value of a gradient of the sum of `targets` by `source`, or by a weight with
     this handle."""
-    target = added([v.but(axes=(), order=None) for v in targets], "gradient")
-    if Term.ROWS in target.terms:  # the gradient of their sum
-        target = target.but(terms=target.terms - {Term.ROWS} | {Term.SUM})
+    # A gradient is that of the sum of all entries.
+    sums = [
+        v.but(terms=v.terms - {Term.ROWS} | {Term.SUM}) if Term.ROWS in v.terms else v
+        for v in targets
+    ]
+    whole = [scaled_by_count(v.but(axes=(), order=None)) for v in sums]
+    target = added(whole, "gradient")
     terms = target.terms - {Term.CONSTANT, Term.COUNT}
     result = Value(
         terms=terms,
+        power=target.power,
         local=target.local,
         of_all=target.of_all,
         of_share=target.of_share,
         reads=frozenset(() if handle is None else ((handle, OTHERWISE),)),
         target=target,
+        lost=target.lost,
+        by_hand=target.by_hand,
     )
     if source is None or not source.axes:
         return result
     # Of rows: an entry for each; the loss' own mixing of rows is reported with it.
-    return result.but(
-        terms=frozenset({Term.MIXED if target.of_share else Term.ROWS}),
-        axes=source.axes,
-        order=source.order,
-        each=source.each,
-    )
+    rows = result.but(axes=source.axes, order=source.order, each=source.each)
+    if terms == {Term.SHARE} and not target.cross:
+        # Of the whole loss, as on one device.
+        return rows.but(terms=frozenset({Term.ROWS}), of_share=False, target=None)
+    if target.of_share:
+        return rows.but(terms=frozenset({Term.MIXED}))
+    power = target.power
+    if Term.MEAN in terms and power is not None:
+        power = power - 1 if terms == {Term.MEAN} else None
+    local = target.local | ({"counts"} if Term.MEAN in terms else set())
+    return rows.but(terms=frozenset({Term.ROWS}), power=power, local=local)
 
 
 def share_of(values: Sequence[Value]) -> Value:
     """The value of a replica's share of a mean, which is made of `values`."""
+    powers = [value.power for value in values if value.terms]
+    changes = {"of_share": True, "lost": lost_in(values)}
     return Value(
         terms=frozenset({Term.SHARE}),
+        power=None if None in powers else sum(powers),  # type: ignore[arg-type]
         reads=reads_of(values, OTHERWISE),
-        **{**dependencies(values), "of_share": True},
+        **{**dependencies(values), **changes},
     )
+
+
+def lost_in(values: Iterable[Value]) -> frozenset[str]:
+    """The ops past which nothing is known of `values`: of a mask or a place that such
+    an op gave, what it selects may be known again."""
+    lost = [value.lost for value in values if Term.UNKNOWN in value.terms]
+    return frozenset().union(*lost)

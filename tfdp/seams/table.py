@@ -163,6 +163,20 @@ SEAMS: tuple[Seam, ...] = (
         "a replica notes which number a gradient is of",
     ),
     Seam(
+        "tensorflow",
+        "shape",
+        "(input, out_type=None, name=None)",
+        "always",
+        "in a replica also a static number of rows is known as one",
+    ),
+    Seam(
+        "tensorflow",
+        "size",
+        "(input, out_type=None, name=None)",
+        "always",
+        "as for shape",
+    ),
+    Seam(
         "keras.layers:BatchNormalization",
         "call",
         "(self, inputs, training=None, mask=None)",

@@ -12,10 +12,12 @@ from tfdp._private.keras_models import given_losses
 from tfdp._private.names import graphs_inside, in_compiled_function, is_loop_graph
 from tfdp.errors import ConfigurationError
 from tfdp.lint.findings import (
+    COUNTED,
     NO_MEAN,
     change_of_gradients,
     crossing_of,
     is_no_mean,
+    past_op,
     unscaled_part,
 )
 from tfdp.lint.registry import is_of_graph
@@ -163,13 +165,30 @@ def warn_about_loss(run: Step, rank: Any, loss: tf.Tensor) -> None:
     value = _value_of_several(run, rank, loss)
     if value is not None and value.cross:
         note_crossing(run, value)
-    elif value is not None and is_no_mean(value):
+    elif value is not None and value.is_scaled_by_count and value.power is None:
+        run.suspicions.add(
+            "local_mean was given a loss with parts that are multiplied or divided by "
+            "the number of rows of the batch, and others that are not, and a replica "
+            "counts its own rows, where one device counts all. Take local_mean of each "
+            "part; or count all rows, tf.shape(tfdp.losses.all_rows(y))[0]",
+            "counted",
+        )
+    elif value is not None and is_no_mean(value.but(power=0)):
         run.suspicions.add(
             "local_mean was given a number that is no mean over rows, such as a sum. "
             "Each replica computes that of its own rows, and their mean is not the "
             "loss of the whole batch. For a sum take tfdp.losses.local_sum(loss)",
             "no mean",
         )
+
+
+def count_power(run: Step, rank: Any, number: Any) -> tuple[int, bool]:
+    """p of a number that is proportional to n^p, n the replica's number of rows; and
+    whether it has an entry for each row instead of their mean."""
+    value = _value_of_several(run, rank, number)
+    if value is None or not value.is_scaled_by_count:
+        return 0, False
+    return value.power or 0, bool(value.axes) and Term.ROWS in value.terms
 
 
 def warn_about_weighted_number(
@@ -223,6 +242,8 @@ def reported_standing(run: Step, rank: Any, loss: Any, subject: str) -> Standing
         )
     elif standing is Standing.SHARE and value is not None:
         note_crossing(run, value)
+        if value.is_scaled_by_count:
+            run.suspicions.add(f"{subject} a loss {COUNTED}", "counted")
     return standing
 
 
@@ -274,13 +295,24 @@ def find_faults_of_losses(run: Step, model: Any, step: Any) -> None:
             if is_of_graph(part):
                 applied.setdefault(run.analysis(rank).value(part), name)
     for gradient, optimizer in applied.items():
-        change = change_of_gradients(gradient, scales_by_hand=run.scales_by_hand)
+        by_hand = run.scales_by_hand and gradient.by_hand
+        change = change_of_gradients(gradient, scales_by_hand=by_hand)
         if change is not None:
             run.suspicions.add(change, "changed")
         loss = gradient.target
         if loss is None:
-            continue
+            # Computed by hand: its own sum over the replicas has to be one device's.
+            if gradient.of_all or gradient.reads:
+                continue  # summed already; or accumulated, which `own_sums` follows
+            loss = gradient
         note_crossing(run, loss)
+        if gradient.is_scaled_by_count:
+            run.suspicions.add(
+                f"the optimizer {optimizer!r} got gradients of a loss, or gradients, "
+                f"{COUNTED}",
+                "counted",
+            )
+            continue
         standing = standing_of(loss)
         if loss.terms == {Term.MIXED}:
             run.suspicions.add(
@@ -295,9 +327,12 @@ def find_faults_of_losses(run: Step, model: Any, step: Any) -> None:
             subject = f"the optimizer {optimizer!r} got gradients of"
             run.suspicions.add(MIXED.format(subject=subject), "mixed")
         elif standing is Standing.LOCAL and not loss.cross:
-            why = unscaled_part(loss, scales_by_hand=run.scales_by_hand)
+            why = unscaled_part(loss, scales_by_hand=by_hand)
             if why is not None:
                 run.suspicions.add(_unscaled(run, why, optimizer), "unscaled")
+        is_lost = Term.UNKNOWN in loss.terms or Term.SHARE in loss.terms
+        if is_lost and loss.lost and not run.suspicions:
+            run.suspicions.add(past_op(loss.lost), "lost")
     is_unknown = any(
         gradient.target is None or Term.UNKNOWN in gradient.target.terms
         for gradient in applied
@@ -306,6 +341,9 @@ def find_faults_of_losses(run: Step, model: Any, step: Any) -> None:
         why = _why_it_may_be_local(run, model, step)
         if why is not None and not run.suspicions:
             run.suspicions.add(_unscaled(run, why), "unscaled")
+    if any(map(run.suspicions.has, ("crossing", "mixed", "unscaled", "changed"))):
+        run.suspicions.drop("counted")  # the same fault, or one to mend first
+        run.suspicions.drop("lost")
     if run.suspicions.has("crossing"):
         run.state_suspicions.drop("number")  # the same fault, reported
 
@@ -313,7 +351,7 @@ def find_faults_of_losses(run: Step, model: Any, step: Any) -> None:
 def is_scaled_by_hand(run: Step, loss: Value) -> bool:
     """Whether the parts of a loss that are no share may be scaled by the program."""
     others = loss.terms - {Term.SHARE, Term.REPLICATED, Term.CONSTANT, Term.MEAN}
-    return run.scales_by_hand and not others
+    return run.scales_by_hand and loss.by_hand and not others
 
 
 def _why_it_may_be_local(run: Step, model: Any, step: Any) -> str | None:

@@ -72,9 +72,10 @@ class LossShares:
         finally:
             self._is_recording = False
 
-    def factor(self, value: Any, dtype: tf.DType) -> tf.Tensor:
-        """`value` as a factor that scales a loss to its share."""
-        return self._note(self._factors, value, dtype, Term.FACTOR)
+    def factor(self, value: Any, dtype: tf.DType, power: int = 0) -> tf.Tensor:
+        """`value` as a factor that scales a loss to its share; with `power`, it is also
+        proportional to the number of the replica's rows to this power."""
+        return self._note(self._factors, value, dtype, Term.FACTOR, power)
 
     def report_factor(self, value: Any, dtype: tf.DType) -> tf.Tensor:
         """`value` as a factor that takes a share back for a report."""
@@ -95,12 +96,17 @@ class LossShares:
         return is_of_graph(value) and Term.CONSTANT in self._value_of(value).terms
 
     def _note(
-        self, noted: dict[Any, tf.Tensor], value: Any, dtype: tf.DType, kind: Term
+        self,
+        noted: dict[Any, tf.Tensor],
+        value: Any,
+        dtype: tf.DType,
+        kind: Term,
+        power: int = 0,
     ) -> tf.Tensor:
         # A new tensor, so that products with it can be identified.
         tensor = tf.identity(tf.cast(value, dtype))
         noted[key_of(tensor)] = tensor
-        register(tensor, Value(terms=frozenset({kind}), of_share=True))
+        register(tensor, Value(terms=frozenset({kind}), of_share=True, power=power))
         if self._is_recording and isinstance(tensor, tf.__internal__.EagerTensor):
             self._tape.watch(tensor)  # type: ignore[union-attr]
         return tensor

@@ -91,7 +91,7 @@ class Trace:
         sources = {key_of(part): ROW_SOURCE for part in batch if part.shape.rank != 0}
         sources |= {key_of(part): PART_OF_ROWS for part in step.batch.sparse_parts}
         rows = batch[0].shape[0] if batch and batch[0].shape.rank else None
-        return Analysis(sources, rows)
+        return Analysis(sources, rows, step.replicas)
 
     @functools.cached_property
     def shares(self) -> LossShares:

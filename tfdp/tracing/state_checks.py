@@ -33,6 +33,20 @@ def is_same_on_every_replica(run: Step, rank: Any, value: Any, own: Any) -> bool
     return {handle for handle, _ in found.reads} <= {handle_of(own.handle)}
 
 
+def note_first_only(run: Step, rank: Any, variable: Any, value: tf.Tensor) -> None:
+    """Warns of a step that sets what all replicas share, such as a learning rate, from
+    the first replica's rows."""
+    found = run.analysis(rank).value(value)
+    if (found.is_of_own_rows or found.of_share) and not run.is_updating:
+        run.state_suspicions.add(
+            f"{variable.name.split(':')[0]!r} takes the first replica's value, which "
+            "depends on its own rows, loss or gradients, where one device takes those "
+            "of the whole batch. Sum the loss or the gradients first, "
+            "tf.distribute.get_replica_context().all_reduce('sum', x), or gather the "
+            "rows, tfdp.losses.all_rows(x)"
+        )
+
+
 def handles_of(variables: Iterable[Any], rank: int) -> dict[int, int]:
     """The ids of distributed `variables`, by those of their handles on `rank`."""
     return {own_handle(variable, rank): id(variable) for variable in variables}

@@ -24,8 +24,30 @@ CONTEXT = "tensorflow.python.distribute.distribute_lib:ReplicaContextBase"
 def register_results() -> None:
     """Replaces the methods, once; outside of replicas they are the same."""
     replace_for_good("tensorflow:GradientTape", "gradient", _with_targets)
+    replace_for_good("tensorflow", "shape", _counting)
+    replace_for_good("tensorflow", "size", _counting)
     replace_for_good("keras.layers:BatchNormalization", "call", _by_rows)
     replace_for_good(CONTEXT, "replica_id_in_sync_group", _as_rank)
+
+
+def _counting(count: Callable[..., Any]) -> Callable[..., Any]:
+    """`tf.shape` or `tf.size` as an op also of a static shape: of a constant the
+    analysis could not tell what it counts. The graph optimizer folds it."""
+    is_shape = count.__name__.startswith("shape")
+    op = tf.raw_ops.Shape if is_shape else tf.raw_ops.Size
+
+    @functools.wraps(count)
+    def counted(
+        input: Any,  # noqa: A002  (as TensorFlow names it)
+        out_type: Any = None,
+        name: Any = None,
+    ) -> Any:
+        is_plain = is_of_graph(input) and current_run() is not None
+        if is_plain and input.shape.is_fully_defined():
+            return op(input=input, out_type=out_type or tf.int32, name=name)
+        return count(input, out_type, name)
+
+    return counted
 
 
 def _as_rank(rank: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,16 +84,25 @@ def _with_targets(gradient: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         result = gradient(self, target, sources, output_gradients, *args, **kwargs)
         is_in_step = not tf.executing_eagerly() and current_run() is not None
-        if is_in_step and output_gradients is None:
+        if is_in_step:
             targets = tf.nest.flatten(target, expand_composites=True)
             targets = tuple(one for one in targets if is_of_graph(one))
+            weights = tuple(
+                () if output_gradients is None else tf.nest.flatten(output_gradients)
+            )
+            if not all(map(is_of_graph, weights)) or len(weights) not in (
+                0,
+                len(targets),
+            ):
+                return result
             by = tf.nest.flatten(sources)
             for one, source in zip(tf.nest.flatten(result), by, strict=False):
                 if one is not None and targets:
                     of = source if is_of_graph(source) else None
                     handle = getattr(source, "handle", None)
                     part = getattr(one, "values", one)
-                    register(part, Gradient(targets, of, handle), again=False)
+                    stated = Gradient(targets, of, handle, weights)
+                    register(part, stated, again=False)
         return result
 
     return registered_gradient

@@ -14,7 +14,11 @@ from tfdp._private.keras_calls import is_counted_by_keras, number_added_by_keras
 from tfdp._private.variable_hooks import checkpoint_unless_hooked
 from tfdp.errors import CheckpointWarning, ConfigurationError
 from tfdp.lint.terms import change_of, outermost, term_added_to
-from tfdp.tracing.state_checks import is_of_own_rows, is_same_on_every_replica
+from tfdp.tracing.state_checks import (
+    is_of_own_rows,
+    is_same_on_every_replica,
+    note_first_only,
+)
 from tfdp.variables.local_view import LocalView, in_replica_of
 
 # Outside replicas, state that replicas store independently reads as its mean (in files
@@ -231,6 +235,7 @@ class ReplicaMirroredVariable(PythonValue, HandleOfReplica, OwnMeans, LocalView)
         extended = self.distribute_strategy.extended
         run = extended.current_run
         if not run.is_local:
+            note_first_only(run, rank, self, value)
             return extended.reducer.broadcast(value, rank)
         if run.is_updating:
             return value  # optimizer state, of which each group has its own
