@@ -286,6 +286,15 @@ class TestFiles:
         assert restored.step == 1 and len(restored.damaged) == 1
         assert_alike(before, state_of(model))
 
+    def test_a_second_save_of_a_step_replaces_the_first(self, tmp_path, model):
+        """As the end of a training does: `keep=2` keeps the step before, too."""
+        files = Checkpoint(tmp_path, keep=2)
+        for step in (1, 2, 3, 3, 3):
+            files.save(model, step=step)
+            files.wait()
+        found = [folder.name.split("-")[1] for folder in folders_newest_first(tmp_path)]
+        assert [int(step) for step in found] == [3, 2]
+
     def test_a_damaged_one_does_not_take_the_place_of_a_good_one(self, tmp_path, model):
         """Plan 49 of seed 20261124 ended with two damaged ones and no other."""
 

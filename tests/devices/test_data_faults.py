@@ -232,6 +232,66 @@ def test_files_that_hold_something_else_are_not_indexed(tmp_path):
         data.index_tfrecords(tmp_path / "other-*", features, name="other")
 
 
+def _write_records(path, *records):
+    with tf.io.TFRecordWriter(str(path)) as writer:
+        for record in records:
+            writer.write(record.SerializeToString())
+
+
+def _words(*numbers):
+    return tf.train.Feature(int64_list=tf.train.Int64List(value=numbers))
+
+
+WORDS = data.FeatureSpec((None,), "int64")
+
+
+def test_a_feature_that_no_record_holds_is_not_indexed(tmp_path):
+    records = [
+        tf.train.Features(feature={"words": _words(*range(number)), "x": _words(1)})
+        for number in range(5)
+    ]
+    examples = [tf.train.Example(features=features) for features in records]
+    _write_records(tmp_path / "a-0", *examples[:3])
+    _write_records(tmp_path / "a-1", *examples[3:])
+    found = r"no record of .*a-\* holds 'wrods'; records hold 'words', 'x'\.$"
+    with pytest.raises(DataError, match=found):
+        data.index_tfrecords(
+            tmp_path / "a-*", {"wrods": WORDS, "words": WORDS}, name="a"
+        )
+    assert not list(tmp_path.glob("*.json"))
+
+
+def test_a_feature_that_some_record_holds_is_indexed(tmp_path):
+    """Whether with values or not, and in the last record only."""
+    empty = tf.train.Example()
+    for name, held in (("values", _words(4, 5)), ("none", _words())):
+        last = tf.train.Example(features=tf.train.Features(feature={"words": held}))
+        _write_records(tmp_path / f"{name}-0", empty, empty)
+        _write_records(tmp_path / f"{name}-1", empty, last)
+        index = data.index_tfrecords(
+            tmp_path / f"{name}-*", {"words": WORDS}, name=name
+        )
+        data.verify_tfrecords(index)
+        (batch,) = data.read_tfrecords(index, 4, shuffle=False)
+        assert batch["words"].flat_values.numpy().tolist() == list(
+            held.int64_list.value
+        )
+
+
+def test_lists_of_sequence_examples_are_not_indexed(tmp_path):
+    frames = tf.train.FeatureLists(
+        feature_list={"frames": tf.train.FeatureList(feature=[_words(1), _words(2)])}
+    )
+    context = tf.train.Features(feature={"label": _words(3)})
+    record = tf.train.SequenceExample(context=context, feature_lists=frames)
+    _write_records(tmp_path / "a-0", record)
+    found = "holds 'frames'; records hold 'label'.* SequenceExamples, .*'frames'.*write"
+    with pytest.raises(DataError, match=found):
+        data.index_tfrecords(tmp_path / "a-*", {"frames": WORDS}, name="a")
+    # Their context can be read.
+    data.index_tfrecords(tmp_path / "a-*", {"label": WORDS}, name="a")
+
+
 def test_bad_arguments_of_the_index_are_refused(tmp_path):
     features = _write_foreign(tmp_path)
     with pytest.raises(DataError, match="no file matches"):

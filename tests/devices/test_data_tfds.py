@@ -114,6 +114,62 @@ def test_a_slice_of_a_split_is_read_in_order(builder):
     assert [len(labels) for labels in _labels(batches)] == [8]
 
 
+@pytest.fixture(scope="module")
+def ordered(tmp_path_factory):
+    """A dataset that its author wants read in the order of its keys, in five files."""
+
+    class Frames(tfds.core.GeneratorBasedBuilder):
+        VERSION = tfds.core.Version("1.0.0")
+        url_infos = {}
+
+        def _info(self):
+            return self.dataset_info_from_configs(
+                features=tfds.features.FeaturesDict({"frame": np.int64}),
+                disable_shuffling=True,
+            )
+
+        def _split_generators(self, dl_manager):
+            return {"train": ((frame, {"frame": frame}) for frame in range(50))}
+
+        def _generate_examples(self):
+            raise NotImplementedError
+
+    builder = Frames(data_dir=tmp_path_factory.mktemp("ordered"))
+    builder.download_and_prepare(
+        download_config=tfds.download.DownloadConfig(num_shards=5)
+    )
+    assert len(builder.info.splits["train"].filenames) == 5
+    return builder
+
+
+def _frames(batches):
+    return [frame for batch in batches for frame in batch["frame"].numpy().tolist()]
+
+
+@pytest.mark.parametrize(
+    "split, wanted", [("train", (0, 50)), ("train[4:37]", (4, 37))]
+)
+def test_a_dataset_with_an_order_keeps_it(ordered, split, wanted):
+    batches = data.from_tfds(ordered, split, 8, shuffle=False)
+    for _ in range(2):
+        assert _frames(batches) == list(range(*wanted))
+
+
+def test_a_dataset_with_an_order_is_shuffled_when_asked(ordered, caplog):
+    # A buffer of two mixes hardly anything: the files are mixed as well.
+    first, again = (
+        data.from_tfds(ordered.data_path, "train", 8, seed=3, shuffle_buffer_examples=2)
+        for _ in range(2)
+    )
+    epochs = [_frames(first) for _ in range(2)]
+    assert [_frames(again) for _ in range(2)] == epochs
+    assert epochs[0] != epochs[1]
+    for epoch in epochs:
+        assert sorted(epoch) == list(range(50))
+        assert [frame // 10 for frame in epoch[5::10]] != list(range(5))
+    assert not caplog.records
+
+
 def test_varying_lengths_become_ragged_or_padded(builder):
     ragged = data.from_tfds(builder, "test", 5, shuffle=False)
     assert isinstance(ragged.element_spec["words"], tf.RaggedTensorSpec)

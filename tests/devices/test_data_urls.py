@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import tfdp
 from tfdp import data
 from tfdp.data.index import RecordIndex
 from tfdp.data.places import RemotePath
@@ -168,3 +169,16 @@ def test_prepared_datasets_may_lie_behind_a_url():
     ):
         data.from_tfds(directory, "train", 16)
     build.assert_called_once_with(directory)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda path: data.read_tfrecords(path, 4),
+        lambda path: data.index_webdataset(path, name="a"),
+        lambda path: tfdp.callbacks.Checkpoint(path),
+    ],
+)
+def test_a_path_with_nul_is_refused(use):
+    with pytest.raises(ConfigurationError, match=r"NUL.*'a\\x00b'"):
+        use("a\0b")

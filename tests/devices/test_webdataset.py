@@ -27,7 +27,7 @@ def write(folder, files, mode="w", ending=".tar", samples=SAMPLES):
     for shard in range(files):
         path = folder / f"train-{shard}{ending}"
         with tarfile.open(path, mode) as archive:
-            add(archive, "__info__.txt", b"not a sample")
+            add(archive, "__info__/about.txt", b"not a sample")
             for number in range(shard, samples, files):
                 add(archive, f"a/{number:05}.cls", str(number % 10).encode())
                 # A name with two dots; lengths differ from sample to sample.
@@ -184,7 +184,9 @@ def test_samples_that_are_unlike_are_refused(tmp_path):
         add(archive, "1.jpg", b"x")
         add(archive, "1.cls", b"1")
         add(archive, "2.jpg", b"x")
-    with pytest.raises(DataError, match=r"a.tar, sample 1 \('2'\) has jpg; .*cls, jpg"):
+    with pytest.raises(
+        DataError, match=r"a.tar, sample 1 \('2'\) has jpg; .*\('1'\) .*cls, jpg"
+    ):
         tfdp.data.index_webdataset(tmp_path / "*.tar", name="a")
     with tarfile.open(tmp_path / "a.tar", "w") as archive:
         add(archive, "1.jpg", b"x")
@@ -294,11 +296,57 @@ def test_a_pattern_that_is_no_text_is_refused(pattern):
         tfdp.data.index_webdataset(pattern, name="a")
 
 
-def test_what_has_no_ending_is_no_sample(tmp_path):
+# The files of an archive, and the keys that the package webdataset 1.0.2 finds in it.
+NAMES = {
+    "two underscores": (["__3fXkQ.cls", "_b.cls", "c.cls"], ["__3fXkQ", "_b", "c"]),
+    "metadata": (["__a__/1.cls", "__a.b__/x/2.cls", "__c.d__", "3.cls"], ["3"]),
+    "no metadata": (["a/__b__/1.cls", "./__c__/2.cls"], ["a/__b__/1", "./__c__/2"]),
+    "metadata's ending": (["__info__.cls", "1.cls"], ["__info__", "1"]),
+    "no ending": (["a/1.cls", "a/LICENSE", "a.b/README", "x/"], ["a/1"]),
+    "capital letters": (["A.CLS", "a.Cls"], ["A", "a"]),
+    "dots in folders": (["v1.5/1.cls", "a.tar/b/2.cls"], ["v1.5/1", "a.tar/b/2"]),
+    "other paths": (["./1.cls", "1.cls", "/x//1.cls"], ["./1", "1", "/x//1"]),
+    "hidden": ([".cls", "a/.cls", "1.cls"], ["a/", "1"]),
+    "again": (["1.cls", "2.cls", "1.cls"], ["1", "2", "1"]),
+    "other letters": (["\u00e9.cls", "\udce9.cls"], ["\u00e9", "\udce9"]),
+}
+
+
+@pytest.mark.parametrize("names, keys", NAMES.values(), ids=NAMES)
+def test_names_are_read_as_webdataset_reads_them(tmp_path, names, keys):
     with tarfile.open(tmp_path / "a.tar", "w") as archive:
-        add(archive, "a/1.cls", b"1")
-        add(archive, "a/LICENSE", b"free")
-        add(archive, "a/1.txt", b"one")
+        for name in names:
+            add(archive, name, b"1")
     index = tfdp.data.index_webdataset(tmp_path / "a.tar", name="a")
-    assert [file.examples for file in index.files] == [1]
-    assert set(index.features) == {"__key__", "cls", "txt"}
+    assert set(index.features) == {"__key__", "cls"}
+    (batch,) = tfdp.data.read_webdataset(index, 9, shuffle=False)
+    assert batch["__key__"].numpy().tolist() == [
+        key.encode(errors="surrogateescape") for key in keys
+    ]
+
+
+REFUSED_NAMES = {
+    r"sample 0 .*it has 'cls' twice \(small and capital": ["1.cls", "1.CLS"],
+    r"sample 0 .*'1.__key__' has an ending": ["1.__key__"],
+    r"'2.' has an ending .*, ''": ["1.cls", "2."],
+    r"sample 0 .*'1.cl\\udce9' has an ending": ["1.cl\udce9"],
+    r"sample 1 \('1'\) has cls; .*\('__info__'\) has, txt": ["__info__.txt", "1.cls"],
+}
+
+
+@pytest.mark.parametrize("message", REFUSED_NAMES)
+def test_names_that_cannot_be_read_are_refused(tmp_path, message):
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for name in REFUSED_NAMES[message]:
+            add(archive, name, b"1")
+    with pytest.raises(DataError, match=message):
+        tfdp.data.index_webdataset(tmp_path / "a.tar", name="a")
+
+
+def test_a_long_name_takes_no_long_time(tmp_path):
+    # With a pattern that tries each pair of slashes: hours.
+    with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.PAX_FORMAT) as archive:
+        add(archive, "a/" * 500_000 + "b", b"1")
+        add(archive, "1.cls", b"1")
+    index = tfdp.data.index_webdataset(tmp_path / "a.tar", name="a")
+    assert index.examples == 1

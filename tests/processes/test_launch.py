@@ -494,3 +494,18 @@ def test_slurm_and_mpi_get_the_program(launch, tmp_path):
         assert out[0].endswith(f"{sys.executable} {tmp_path / 'script.py'} -x")
         # srun hands variables on to its tasks; MPI brings a key itself.
         assert len(out[1]) == {"srun": 64, "mpiexec": 0}[name]
+
+
+def test_a_limit_of_open_files_is_named(tmp_path):
+    patches = [
+        "import resource",
+        "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]",
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (12, hard))",
+    ]
+    with Launches(tmp_path, patches) as launches:
+        code, _, err, _ = launches.run("", "--workers", 2)
+    assert code == 1
+    assert any("Too many open files" in line and "ulimit -n" in line for line in err), (
+        err
+    )
+    assert not any("Traceback" in line for line in err)

@@ -531,6 +531,34 @@ wait_for("never")
     assert any(line.startswith("worker 0 was stopped") for line in said), said
 
 
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_signal_while_one_waits_to_be_started_again_is_no_failure(tmp_path, saves):
+    script = """
+note(f"up{RANK}")
+if RANK == 1:
+    wait_for("up0")
+    sys.exit(3)
+if SAVES:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+wait_for("never")
+""".replace("SAVES", str(saves))
+    # So that the signal comes before the replacement.
+    patches = [
+        "import tfdp.launch.one_by_one as one_by_one",
+        "one_by_one.wait_seconds = lambda times: 3600.0",
+    ]
+    options = ["--workers", 2, "--max-restarts", 9, "--restart", "one"]
+    with Launches(tmp_path, patches) as launches:
+        launcher = launches.start(script, *options)
+        lines_until(launcher, "starts worker 1 again")
+        launcher.terminate()
+        out, err = launcher.communicate(timeout=SLACK_SECONDS)
+    assert launcher.returncode == (75 if saves else 128 + signal.SIGTERM), err
+    assert "stopped by SIGTERM" in err and "failed first" not in err
+    again = "worker 1 ended by itself: exit code 3, and was to be started again"
+    assert again in err
+
+
 @pytest.mark.parametrize("fails", ["after the others", "before the others"])
 def test_none_starts_again_when_the_others_have_ended_well(tmp_path, fails):
     script = """

@@ -31,6 +31,7 @@ ALLOWED = {
     ("tfdp/tools/bench/processes/member.py", "_exit"),
     ("tfdp/hosts/mpi_link.py", "_exit"),
     ("tfdp/tools/commands/end_of_process.py", "_exit"),
+    ("tfdp/cluster/helper_process.py", "_inheriting"),  # Python's own
     ("tfdp/strategies/multi_host.py", "_make_extended"),
     ("tfdp/strategies/multi_host.py", "_over_replicas"),
     ("tfdp/strategies/multi_host.py", "_reduce_values"),

@@ -8,6 +8,7 @@ import pytest
 
 from tests.pure.test_socket_link import on_workers
 from tfdp.errors import CollectiveError, WorkerLostError
+from tfdp.hosts.elastic_transfers import CHECKSUM, as_bytes
 from tfdp.hosts.pushes import Layouts, PushLink, Rows
 
 SHAPES = [(7, 3), (5,), (1,)]
@@ -44,7 +45,8 @@ def made(link):
     layouts = Layouts(SHAPES, link.workers)
     owner = NumbersOwner(layouts, link.rank)
     types = [np.dtype("float32")] * len(SHAPES)
-    return owner, PushLink(link, b"", owner, layouts, types, "pushes of a test")
+    names = ["table", "vector", "number"]
+    return owner, PushLink(link, b"", owner, layouts, types, "pushes of a test", names)
 
 
 def gradients_of(rank):
@@ -185,7 +187,47 @@ def test_rows_that_are_no_rows_of_the_part_are_refused(indices):
         assert owner.version == 0
 
     found = on_workers(2, work)
-    assert "not the rows of a table" in str(found[0])
+    assert "the gradient of table: not the rows of a table" in str(found[0])
+
+
+def send_damaged(wire, array):
+    """Sends it as if a bit had changed on the way."""
+    wire._send(as_bytes(array))
+    wire._send(memoryview(b"\x01" * CHECKSUM.size))
+
+
+def test_a_damaged_push_is_named():
+    def work(link):
+        owner, pushes = made(link)
+        pushes.begin()
+        if link.rank:
+            wire = pushes._wires[0]
+            wire.send_line(RIGHT | {"parts": [[1, -1]]})
+            send_damaged(wire, np.ones(owner.layouts.length(1, 0), "float32"))
+        meet_after_failure(link, pushes)
+        assert owner.version == 0
+
+    for error in on_workers(2, work):
+        assert isinstance(error, CollectiveError)
+        for part in ("a push of worker 1 to worker 0", "gradient of vector", "damaged"):
+            assert part in str(error)
+
+
+def test_a_damaged_answer_is_named():
+    def work(link):
+        owner, pushes = made(link)
+        if not link.rank:
+            serve = owner.weights
+            # Of another type, so of other bytes than worker 1 expects.
+            owner.weights = lambda: [serve()[0], serve()[1].astype("float16"), *serve()]
+        pushes.begin()
+        if link.rank:
+            pushes.push(RATE, gradients_of(1))
+        meet_after_failure(link, pushes)
+
+    error = on_workers(2, work)[1]
+    assert isinstance(error, WorkerLostError)
+    assert "pushed to worker 0" in str(error) and "the value of vector" in str(error)
 
 
 def test_hosts_that_meet_at_different_places_say_so():

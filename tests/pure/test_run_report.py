@@ -318,6 +318,17 @@ def test_the_page_finds_traces_from_where_it_lies(tmp_path):
     assert parsed(page.read_text("utf-8")).addresses == ["../run/step.trace.json"]
 
 
+def test_a_name_moves_nothing_on_the_terminal(tmp_path, capsys):
+    runs = [tmp_path / f"{name}\x1b[2J\x07" for name in "ab"]
+    for run in runs:
+        MadeRun(2).write(run)
+    assert main(["report", *map(str, runs)]) == 0
+    assert main(["report", str(runs[0])]) == 0
+    out = capsys.readouterr().out
+    assert "a [2J" in out
+    assert "\x1b" not in out and "\x07" not in out
+
+
 def test_two_runs_stand_side_by_side(tmp_path, capsys):
     fast, slow = tmp_path / "<b1>fast", tmp_path / "slow"
     MadeRun(2).write(fast)

@@ -239,11 +239,18 @@ class Writer:
                 # A manifest that cannot be read now, or here, may be good.
                 is_unfinished, is_whole = UNFINISHED in str(error), False
             is_whole = is_whole and folder.name not in self._damaged
+            if is_whole and _step_of(folder) == _step_of(newest):
+                yield folder  # the newest replaces it, as at the end of a training
+                continue
             whole += is_whole
             has_enough = whole > self._keep if is_whole else whole >= self._keep
             # Another host may have started to write a newer one.
             if has_enough or (is_unfinished and is_before):
                 yield folder
+
+
+def _step_of(folder: Place) -> str:
+    return str(folder.name).rpartition("-")[0]
 
 
 def _error_text(error: Exception) -> str:

@@ -182,6 +182,10 @@ def _gfile() -> Any:
 def place_of(path: str | os.PathLike[str]) -> Place:
     """A local path, or a URL that TensorFlow can open, else a `ConfigurationError`."""
     text = os.fspath(path)
+    if "\0" in text:
+        raise ConfigurationError(
+            f"A path cannot hold the character NUL. Received: {text!r}."
+        )
     # A single letter is a Windows drive; a folder may end in a colon, but hardly "gs:".
     parts = path.parts if isinstance(path, PurePath) else ()
     if parts and parts[0] in ("gs:", "s3:", "hdfs:", "ram:", "file:"):

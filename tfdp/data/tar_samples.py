@@ -2,8 +2,9 @@
 
     000017.jpg 000017.cls 000018.jpg 000018.cls ...
 
-The path up to the first dot of the file's name is the key, the rest names a feature. A
-compressed file may hold a thousand times its size, so every read is bounded.
+The path up to the first dot of the file's name is the key, the rest, in small letters,
+names a feature. A compressed file may hold a thousand times its size, so every read is
+bounded.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import functools
 import gzip
 import lzma
 import math
+import re
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import PurePosixPath
 from typing import Any, cast
 
 from tfdp.data.places import Place, open_binary
@@ -40,6 +41,14 @@ LONGEST_MAGIC = max(UNPACKERS, key=len)
 FAULTS = (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)
 
 KEY = "__key__"  # the feature that holds the key of a sample
+# The rules of the package webdataset (1.0.2): the path up to the first dot of a file's
+# name, then the rest, but of nothing that is, or is in, a `__name__` at the top. A
+# hidden file belongs to `folder/`. Takes linear time, for names of some MiB.
+_SAMPLE_FILE = re.compile(
+    r"(?!__[^/]*__(?:$|/))(?P<key>(?:.*/)?(?:[^./]+|[^./]*/))\.(?P<feature>[^/]*)$",
+    re.DOTALL,
+)
+_NO_FEATURE = re.compile("(__.*__)?")  # such as KEY
 
 
 class TarFault(Exception):
@@ -92,25 +101,19 @@ def tar_samples(path: Place, *, keeps: bool = True) -> Iterator[dict[str, Any]]:
             ) as archive,
         ):
             for member, blocks in _members(archive, file):
-                place = PurePosixPath(member.name)
-                if member.islnk() or member.issym():
-                    raise TarFault(
-                        number,
-                        f"{member.name} is a link to {member.linkname}, without "
-                        "content; pack files (tar --dereference --hard-dereference)",
-                    )
-                # Skip folders, and WebDataset's metadata files.
-                if not member.isfile() or place.name.startswith((".", "__")):
+                named = _key_and_feature(member, number)
+                if named is None:
                     continue
-                stem, _, feature = place.name.partition(".")
-                if not feature:
-                    continue  # a LICENSE, say
-                key = str(place.with_name(stem)).encode()
+                key, feature = named
                 if sample and key != sample[KEY]:
                     yield sample
                     number, sample, sample_bytes = number + 1, {}, 0
                 if feature in sample:
-                    raise TarFault(number, f"it has {feature!r} twice")
+                    raise TarFault(
+                        number,
+                        f"it has {feature!r} twice (small and capital letters "
+                        "are the same in an ending)",
+                    )
                 # Count headers as well, so that empty files are bounded, too.
                 sample_bytes += tarfile.BLOCKSIZE + member.size
                 if sample_bytes > MOST_SAMPLE_BYTES:
@@ -133,6 +136,28 @@ def tar_samples(path: Place, *, keeps: bool = True) -> Iterator[dict[str, Any]]:
         raise TarFault(number, str(error)) from error
     if sample:
         yield sample
+
+
+def _key_and_feature(member: tarfile.TarInfo, number: int) -> tuple[bytes, str] | None:
+    """None for folders, WebDataset's metadata, and a LICENSE, say."""
+    if member.islnk() or member.issym():
+        raise TarFault(
+            number,
+            f"{member.name} is a link to {member.linkname}, without content; pack "
+            "files (tar --dereference --hard-dereference)",
+        )
+    found = _SAMPLE_FILE.match(member.name)
+    if not member.isfile() or not found:
+        return None
+    feature = found["feature"].lower()
+    if not feature.isprintable() or _NO_FEATURE.fullmatch(feature):
+        raise TarFault(
+            number,
+            f"{member.name!a} has an ending that cannot name a feature, {feature!a}; "
+            "rename it, or pack the archive without it",
+        )
+    # A name that is no UTF-8 keeps its bytes.
+    return found["key"].encode(errors="surrogateescape"), feature
 
 
 def _passed(blocks: Iterator[bytes]) -> Passed:

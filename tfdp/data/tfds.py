@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -52,7 +54,8 @@ def from_tfds(
       data_dir: The directory of prepared datasets, for a name; may be `gs://`. By
         default `~/tensorflow_datasets`.
       download: Whether to download and prepare a dataset that is not prepared.
-      shuffle: Whether to shuffle, differently in every epoch.
+      shuffle: Whether to shuffle, differently in every epoch. With False a dataset that
+        was prepared in an order (`disable_shuffling=True`) keeps it.
       seed: Determines the order: the same seed gives the same epochs.
       shuffle_buffer_examples: How many examples are shuffled at a time. By default
         10,000, or the whole split if it is smaller.
@@ -88,11 +91,15 @@ def from_tfds(
         shuffle_reshuffle_each_iteration=True,
         # A cache would freeze the first epoch's order of files.
         try_autocache=False,
-        # The library's defaults depend on the machine's number of cores.
-        interleave_cycle_length=_INTERLEAVE_FILES,
+        # The library's defaults depend on the machine's number of cores. A dataset with
+        # an order of its own (`disable_shuffling=True`) is read file by file.
+        interleave_cycle_length=(
+            1 if builder.info.disable_shuffling and not shuffle else _INTERLEAVE_FILES
+        ),
+        enable_ordering_guard=False,
     )
     try:
-        with seeds_of_program():
+        with seeds_of_program(), _without_words_on_order():
             examples = builder.as_dataset(
                 split=split,
                 shuffle_files=shuffle,
@@ -113,6 +120,21 @@ def from_tfds(
     return finish_batches(
         batches, batches_per_epoch, repeat=repeat, deterministic=deterministic
     )
+
+
+@contextlib.contextmanager
+def _without_words_on_order() -> Iterator[None]:
+    """Leaves out the library's warning that an order is lost: `shuffle` asks for it."""
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "ordered dataset" not in record.getMessage()
+
+    logger = logging.getLogger("absl")
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
 
 
 def _count_examples(info: Any, split: str) -> int:

@@ -33,6 +33,7 @@ from tfdp.files.atomic import PREFIX
 from tfdp.progress_bar import progress_bar
 
 _RECORDS_PER_READ = 1024
+_NAMES_SHOWN = 30
 GZIP_MAGIC = b"\x1f\x8b\x08"
 _REMEDY = "restore the file or write the set again"
 
@@ -240,7 +241,8 @@ def index_tfrecords(
 
     Raises:
       ConfigurationError: `compression`, `features` or `name` is not allowed.
-      DataError: No file matches, or one is damaged or holds something else.
+      DataError: No file matches, or one is damaged or holds something else, or no
+        record holds one of the features.
 
     Cost: reads every file twice, to count its records and to parse each one.
     """
@@ -281,8 +283,48 @@ def index_tfrecords(
     if not any(file.examples for file in files):
         raise DataError(f"The files of {pattern} hold no records: nothing to index.")
     index = RecordIndex(directory, name, dict(features), tuple(files), compression)
+    _check_held(index, pattern)
     index.save()
     return index
+
+
+def _check_held(index: RecordIndex, pattern: str | os.PathLike[str]) -> None:
+    """Raises a `DataError` for a feature that no record holds.
+
+    TensorFlow reads a feature of varying length as empty where a record lacks it, so a
+    misspelt name is no error to it. Reads until all of them were found.
+    """
+    missing = {name for name, spec in index.features.items() if spec.varies}
+    held: set[str] = set()
+    in_lists: set[str] = set()
+    for file in index.files:
+        path = str(index.file_path(file))
+        records = tf.data.TFRecordDataset(path, compression_type=index.compression)
+        for record in records.as_numpy_iterator():
+            if not missing:
+                return
+            # An Example's features are a SequenceExample's context.
+            example = tf.train.SequenceExample.FromString(record)
+            held.update(example.context.feature)
+            in_lists.update(example.feature_lists.feature_list)
+            missing -= held
+    if not missing:
+        return
+    message = (
+        f"no record of {pattern} holds {_named(missing)}; records hold "
+        f"{_named(held) or 'no features'}."
+    )
+    if in_lists:
+        message += (
+            f" They are SequenceExamples, whose lists ({_named(in_lists)}) cannot be "
+            "read: write tf.train.Example records (tfdp.data.write_tfrecords)."
+        )
+    raise DataError(message)
+
+
+def _named(names: set[str]) -> str:
+    shown = sorted(names)[:_NAMES_SHOWN]
+    return ", ".join(map(repr, shown)) + (", ..." if len(names) > len(shown) else "")
 
 
 def _file_as_found(path: Place, compression: str) -> RecordFile:

@@ -38,7 +38,8 @@ def index_webdataset(pattern: str | os.PathLike[str], *, name: str) -> RecordInd
 
     Returns:
       The index, with a checksum of each sample; its features are the file endings in
-      a sample, as byte strings, and `__key__`.
+      a sample, in small letters, as byte strings, and `__key__`. As for the package
+      webdataset, `__name__/` at the top and files without an ending are no samples.
 
     Raises:
       ConfigurationError: `name` is not allowed.
@@ -50,11 +51,11 @@ def index_webdataset(pattern: str | os.PathLike[str], *, name: str) -> RecordInd
     directory, unread = files_to_index(
         pattern, name, lambda path: ".tar" in path.name, " with .tar in its name"
     )
-    features = _features_of(directory / unread[0].name)
+    first_key, features = _first_sample(directory / unread[0].name)
     files = map_files(
         "indexing samples",
         unread,
-        lambda file: _indexed(directory / file.name, file, features),
+        lambda file: _indexed(directory / file.name, file, features, first_key),
     )
     specs = {feature: FeatureSpec((), "string") for feature in features}
     index = RecordIndex(directory, name, specs, tuple(files), container="tar")
@@ -62,10 +63,11 @@ def index_webdataset(pattern: str | os.PathLike[str], *, name: str) -> RecordInd
     return index
 
 
-def _features_of(path: Place) -> tuple[str, ...]:
+def _first_sample(path: Place) -> tuple[str, tuple[str, ...]]:
+    """The key and the features of a file's first sample."""
     try:
         for sample in tar_samples(path, keeps=False):
-            return tuple(sorted(sample))
+            return _key_of(sample), tuple(sorted(sample))
     except TarFault as fault:
         raise DataError(f"{path}, {fault}") from fault
     except OSError as error:
@@ -73,15 +75,22 @@ def _features_of(path: Place) -> tuple[str, ...]:
     raise DataError(f"{path} holds no samples")
 
 
-def _indexed(path: Place, file: RecordFile, features: Sequence[str]) -> RecordFile:
+def _key_of(sample: Mapping[str, Any]) -> str:
+    key: str = sample[KEY].decode("utf-8", "replace")
+    return repr(key)
+
+
+def _indexed(
+    path: Place, file: RecordFile, features: Sequence[str], first_key: str
+) -> RecordFile:
     checksums: list[str] = []
     try:
         for number, sample in enumerate(tar_samples(path, keeps=False)):
             if tuple(sorted(sample)) != tuple(features):
-                key = sample[KEY].decode("utf-8", "replace")
                 raise DataError(
-                    f"{path}, sample {number} ({key!r}) has {_named(sample)}; all must "
-                    f"have what the first one of the set has, {_named(features)}"
+                    f"{path}, sample {number} ({_key_of(sample)}) has "
+                    f"{_named(sample)}; all must have what the first one of the set "
+                    f"({first_key}) has, {_named(features)}"
                 )
             checksums.append(checksum_of_sample(sample))
     except TarFault as fault:
@@ -207,11 +216,10 @@ def _checked_samples(path: Place, file: RecordFile) -> Iterator[dict[str, bytes]
         for sample in tar_samples(path):
             promised = file.checksums[8 * number : 8 * number + 8]
             if checksum_of_sample(sample) != promised:
-                key = sample[KEY].decode("utf-8", "replace")
                 what = "is not the one of the index" if promised else "is one too many"
                 raise DataError(
-                    f"{path}, sample {number} (counted from 0), {key!r}, {what}; "
-                    f"{promise}"
+                    f"{path}, sample {number} (counted from 0), {_key_of(sample)}, "
+                    f"{what}; {promise}"
                 )
             yield sample
             number += 1

@@ -156,6 +156,10 @@ class FailureDetector:
         return False
 
 
+class DamagedArrayError(ConnectionError):
+    """An array came with another checksum than it was sent with."""
+
+
 class Watched:
     """A connection that calls `check`, which may raise, in each second of waiting."""
 
@@ -188,11 +192,11 @@ class Watched:
             self._fill(memoryview(checksum))
             if checksum != _checksum_of(array):
                 logging.warning(
-                    "tfdp: Weights from another host came with another checksum than "
+                    "tfdp: Numbers from another host came with another checksum than "
                     "they were sent with, and were thrown away: the network between "
                     "the hosts or the memory of one of them damages data."
                 )
-                raise ConnectionError("received data is damaged")
+                raise DamagedArrayError("received data is damaged")
 
     def _fill(self, view: memoryview) -> None:
         while view.nbytes:

@@ -207,9 +207,11 @@ def listen(address: Any) -> socket.socket:
         return _listen(address)
     except OSError as error:
         where = join_address(address[0] or "*", address[1])
+        cure = "Another program may use the port: choose another coordinator port."
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            cure = "Raise the limit of open files and sockets (ulimit -n 4096)."
         raise CollectiveError(
-            f"Cannot listen on {where}: {error.strerror}. Another program may use the "
-            "port: choose another coordinator port."
+            f"Cannot listen on {where}: {error.strerror}. {cure}"
         ) from error
 
 

@@ -22,7 +22,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,7 +31,7 @@ from tfdp.checks import is_number
 from tfdp.errors import CollectiveError, WorkerLostError
 from tfdp.hosts.connect import HANDSHAKE_SECONDS, SESSION_BYTES, dial, session_secret
 from tfdp.hosts.crash_report import note_lost_worker
-from tfdp.hosts.elastic_transfers import Watched
+from tfdp.hosts.elastic_transfers import DamagedArrayError, Watched
 from tfdp.hosts.host_link import HostLink
 from tfdp.hosts.listener import Listener, listen_at
 from tfdp.hosts.messages import (
@@ -134,6 +134,7 @@ class PushLink:
       secret: see `job_secret`.
       dtypes: of the weights that `layouts` cuts.
       label: names it in errors.
+      names: of the weights, for errors; None: their places.
     """
 
     def __init__(
@@ -144,9 +145,11 @@ class PushLink:
         layouts: Layouts,
         dtypes: Sequence[np.dtype],
         label: str,
+        names: Sequence[str] | None = None,
     ):
         self._link, self._owner, self._label = link, owner, label
         self._layouts, self._dtypes = layouts, list(dtypes)
+        self._names = names or [f"weight {n}" for n in range(len(self._dtypes))]
         #: Guards `generation`.
         self._changed = threading.Condition()
         self.generation = 0
@@ -288,13 +291,17 @@ class PushLink:
         version = checked_integer(message.get("version"), 0, MOST_COUNT)
         if version < self._versions[owner]:
             raise ValueError("an older version")
-        wire.fill(
-            [
-                whole[slice(*layout.bounds(owner))]
-                for whole, layout in zip(wholes, self._layouts.whole, strict=True)
-            ]
-        )
+        for place, whole in enumerate(wholes):
+            with self._naming("the value", place):
+                wire.fill([whole[slice(*self._layouts.whole[place].bounds(owner))]])
         return version
+
+    @contextlib.contextmanager
+    def _naming(self, what: str, place: int) -> Iterator[None]:
+        try:
+            yield
+        except (DamagedArrayError, ValueError) as error:
+            raise ValueError(f"{what} of {self._names[place]}: {error}") from error
 
     def _put(self, wholes: list[np.ndarray], owner: int, weights: Any) -> None:
         for whole, layout, part in zip(
@@ -423,6 +430,12 @@ class PushLink:
         return counts
 
     def _accept_part(self, wire: Watched, place: int, count: int) -> np.ndarray | Rows:
+        with self._naming("the gradient", place):
+            return self._received_part(wire, place, count)
+
+    def _received_part(
+        self, wire: Watched, place: int, count: int
+    ) -> np.ndarray | Rows:
         own, layouts, dtype = self._link.rank, self._layouts, self._dtypes[place]
         if count < 0:
             part = np.empty(layouts.length(place, own), dtype)

@@ -31,8 +31,10 @@ def first_failure(workers: Sequence[Worker]) -> Worker | None:
     """The worker that caused the failure, as far as is known; None: none has failed.
 
     A worker has failed if it ended by itself with an exit code other than 0 and
-    START_AGAIN, or left a crash report before it was stopped.
+    START_AGAIN, or left a crash report before it was stopped. One that waits to be
+    started again, while others go on, has not.
     """
+    workers = [worker for worker in workers if not worker.is_replaced]
     failed = [worker for worker in workers if worker.has_failed]
     if any(worker.requests_restart for worker in workers):
         # It left to be restarted, and the others lost it.
@@ -89,7 +91,7 @@ def _has_lost(loser: Worker, worker: Worker) -> bool:
 
 def restart_requests(workers: Sequence[Worker]) -> Worker | None:
     """The first worker that ended by itself with START_AGAIN; None if one failed."""
-    asking = [worker for worker in workers if worker.requests_restart]
+    asking = [w for w in workers if w.requests_restart and not w.is_replaced]
     if first_failure(workers) is not None:
         return None
     return min(asking, key=lambda worker: worker.ended_seconds or 0.0, default=None)
@@ -151,6 +153,7 @@ def _report_of_first(failed: Worker) -> list[str]:
 def _describe_other(worker: Worker, grace_seconds: float) -> str:
     if worker.stopped_by is None:
         why = ", as it had lost another" if _lost_another(worker) else ""
+        why = ", and was to be started again" if worker.is_replaced else why
         return f"ended by itself: {worker.describe_end()}{why}"
     if worker.stopped_by == signal.SIGKILL:
         return f"did not end within {grace_seconds:g} s and was killed"

@@ -121,7 +121,8 @@ class Group:
             return self.workers
         staying = []
         for place, worker in enumerate(self.workers):
-            if not again.comes_again(worker, self.workers):
+            worker.is_replaced = again.comes_again(worker, self.workers)
+            if not worker.is_replaced:
                 staying.append(worker)
             elif again.is_due(worker):
                 if worker.group_is_left:
@@ -246,7 +247,7 @@ class Group:
             return failed.exit_code
         if restart_requests(self.workers) is not None:
             return START_AGAIN
-        codes = {worker.exit_code for worker in self.workers}
+        codes = {w.exit_code for w in self.workers if not w.is_replaced}
         if START_AGAIN in codes and codes <= {0, START_AGAIN}:
             if not any(worker.is_running for worker in self.workers):
                 return START_AGAIN

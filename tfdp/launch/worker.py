@@ -61,6 +61,8 @@ class Worker:
         self.left_early = ""  # why its end with 0 is a failure; see `tfdp.launch.cause`
         #: Whether it replaces one that ended, while others went on.
         self.is_replacement = False
+        #: Whether it has ended and another is to take its place: no failure of the job.
+        self.is_replaced = False
         self.started_seconds = time.monotonic()
         environment = dict(start.environment)
         if not self.is_remote:

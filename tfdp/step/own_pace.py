@@ -194,6 +194,7 @@ class OwnPace(LocalTraining):
             self._layouts,
             [weight.dtype.as_numpy_dtype for weight in self._weights],
             label,
+            [variable.path for variable in self._variables],
         )
         weakref.finalize(self, self._pushes.close)
 

@@ -14,6 +14,7 @@ import tensorflow as tf
 from tfdp._private import frames, keras_calls, names
 from tfdp.checks import is_whole
 from tfdp.cluster import Cluster, find_cluster, progress
+from tfdp.cluster.helper_process import is_helper, note_joined
 from tfdp.data.hosts import agree_on_seed, seed_to_share
 from tfdp.data.same_batches import new_dataset_name
 from tfdp.errors import ConfigurationError
@@ -111,6 +112,8 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
     _group: HostGroup | None = None
     #: Whether all hosts surely get equally many rows: not in training.
     _hosts_are_alike = False
+    #: Whether this process only helps a worker, and is none itself.
+    is_helper = False
     #: With `balance`: the stage that decides which rows each host takes.
     _row_shares: RowShares | None = None
 
@@ -138,8 +141,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
                 f"tfdp.Cluster. Received: {cluster!r}."
             )
         self.cluster = found
-        if found.workers > 1:
-            crash_report.listen()
+        self.is_helper = not _joins(found)
         sharding = sharding_of(
             shard, group=shard_group, min_bytes=shard_min_bytes, offload=offload
         )
@@ -196,7 +198,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
             )
         if not tf.config.list_physical_devices("GPU") and count is not None:
             use_virtual_devices(count)
-        if self.cluster.workers > 1:
+        if self.cluster.workers > 1 and not self.is_helper:
             add_waiting_thread()
         is_elastic = communication.min_hosts is not None
         self._has_fixed_shares = not is_elastic and self.balance is None
@@ -205,10 +207,11 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
                 "Communication(min_hosts=...) is for hosts that train locally (sync=), "
                 "and shard= needs the replicas of all hosts. Leave out one of the two."
             )
-        if self.cluster.workers > 1 and self.cluster.source == "tfdp":
-            progress.note_strategy()  # waits for all others from now on
-        self._connection = connect_hosts(self.cluster, communication, sharding)
-        self._group = self._connection.group
+        if not self.is_helper:
+            if self.cluster.workers > 1 and self.cluster.source == "tfdp":
+                progress.note_strategy()  # waits for all others from now on
+            self._connection = connect_hosts(self.cluster, communication, sharding)
+            self._group = self._connection.group
         return first_devices(count, find_devices(), f"devices_per_host={count}")
 
     def _make_extended(
@@ -218,14 +221,15 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         cross_device_ops: tf.distribute.CrossDeviceOps,
         draws_per_replica: bool,
     ) -> Any:
-        if self.cluster.workers > 1 and communication.min_hosts is not None:
+        is_alone = self.cluster.workers == 1 or self.is_helper
+        if not is_alone and communication.min_hosts is not None:
             settings = settings_of(self, devices, communication, draws_per_replica)
             self.elastic_hosts = join_elastic_hosts(
                 self.cluster, communication, settings
             )
             let_calls_end_at_exit()
             atexit.register(self.close)
-        if self.cluster.workers == 1 or self.elastic_hosts is not None:
+        if is_alone or self.elastic_hosts is not None:
             extended = super()._make_extended(
                 devices, communication, cross_device_ops, draws_per_replica
             )
@@ -362,7 +366,18 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
             self.elastic_hosts.close()
         atexit.unregister(self.close)
 
+    def _refuse_in_helper(self) -> None:
+        if self.is_helper:
+            raise ConfigurationError(
+                f"This process is a helper of worker {self.cluster.rank} of "
+                f"{self.cluster.workers}: multiprocessing started it, and the worker "
+                "itself takes part in the training. Train in the worker. To use a "
+                "model here, load it outside of the scope, or in the scope of a "
+                "tfdp.DataParallelStrategy(alone=True)."
+            )
+
     def _part_of_host(self, dataset: Any) -> Any:
+        self._refuse_in_helper()
         if self.elastic_hosts is not None:
             override_callbacks(self, frames.fit_of_caller())
             return own_share(dataset, self.cluster, self.elastic_hosts)
@@ -371,7 +386,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         return self._loops.part_of_host(dataset)
 
     def _make_row_shares(self) -> RowShares | None:
-        if self.balance is None:
+        if self.balance is None or self.is_helper:
             return None
         from tfdp.step.row_shares import RowShares
 
@@ -409,6 +424,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         self, dataset_fn: Callable, options: Any = None
     ) -> Any:
         """As in TensorFlow; hosts without data continue with empty batches."""
+        self._refuse_in_helper()
         if self._row_shares is not None:
             self._row_shares.refuse("here each host reads batches of its own")
         if self._group is None and self.elastic_hosts is None:
@@ -484,6 +500,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         return tf.add_n([tf.cast(tf.shape(part)[axis], tf.int64) for part in parts])
 
     def _complete_run(self, run: Step) -> None:
+        self._refuse_in_helper()
         if self._row_shares is not None:
             self._row_shares.attach(run)
         # In local training, the samples of other hosts do not matter.
@@ -517,6 +534,16 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         if len(parts) == 1:
             return rows
         return names.PerReplica((rows, *(part[:0] for part in parts[1:])))
+
+
+def _joins(cluster: Cluster) -> bool:
+    """Whether this process takes part in the cluster, as far as it has others."""
+    if cluster.workers > 1:
+        if is_helper(cluster):
+            return False
+        note_joined(cluster)
+        crash_report.listen()
+    return True
 
 
 def _make_resolver(

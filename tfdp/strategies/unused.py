@@ -8,13 +8,18 @@ from __future__ import annotations
 import atexit
 import sys
 
+from tfdp.cluster.helper_process import is_started_by_multiprocessing
+
 _made: list[str] = []
 _used: list[bool] = []
 
 
 def note_made(strategy: object, is_chief: bool) -> None:
-    """Records that a strategy was created; only the chief prints the message."""
-    if is_chief and not _made and not _used:
+    """Records that a strategy was created; only the chief prints the message.
+
+    A data loader's process, which imports the script anew, is to train nothing.
+    """
+    if is_chief and not _made and not _used and not is_started_by_multiprocessing():
         _made.append(repr(strategy))
         atexit.register(_say_if_unused)
 

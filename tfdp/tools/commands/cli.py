@@ -105,6 +105,9 @@ def make_parser(chosen: str | None = None) -> argparse.ArgumentParser:
     return parser
 
 
+MORE_FILES = "raise the limit of open files and sockets (ulimit -n 4096)"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line (default: the process's) and returns its exit code."""
     for stream in (sys.stdout, sys.stderr):
@@ -137,6 +140,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _discard_output()
         return READER_LEFT
     except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            print(f"tfdp {options.command}: {error}: {MORE_FILES}", file=sys.stderr)
+            return options.failed
         if error.errno != errno.ENOSPC or error.filename is not None:
             raise
         _discard_output()

@@ -11,6 +11,7 @@ from pathlib import Path
 from tfdp.errors import ConfigurationError
 from tfdp.files.asked_for import check_output_paths, write_json_for, write_text_for
 from tfdp.progress_bar import progress_bar
+from tfdp.tools.runs.entries import printable
 from tfdp.tools.runs.facts import Facts, facts_of
 from tfdp.tools.runs.in_words import compared, summary
 from tfdp.tools.runs.page import draw_comparison, draw_run
@@ -60,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json is not None:
         values = {name: facts.to_json() for name, facts in found}
         write_json_for("--json", options.json, values)
-    print(f"\npage with charts: {page.absolute()}")
+    print(f"\npage with charts: {printable(str(page.absolute()))}")
     return 0
 
 
@@ -72,7 +73,7 @@ def _names(directories: Sequence[str]) -> list[str]:
     names = [Path(directory).absolute().name for directory in directories]
     if len(set(names)) < len(names):
         names = [str(directory) for directory in directories]
-    return names
+    return [printable(name) for name in names]
 
 
 def _protect_record(option: str, path: str | None, directories: Sequence[str]) -> None:

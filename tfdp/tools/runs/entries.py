@@ -138,8 +138,12 @@ def _text(value: Any) -> str:
     if not isinstance(value, str) or len(value) > MOST_TEXT:
         raise ValueError(f"no text of at most {MOST_TEXT} characters")
     value.encode()  # raises for lone surrogates, which cannot be written
-    # Replaces control characters, which a terminal would execute.
-    return "".join(sign if sign.isprintable() else " " for sign in value)
+    return printable(value)
+
+
+def printable(text: str) -> str:
+    """`text` without control characters, which a terminal would execute."""
+    return "".join(sign if sign.isprintable() else " " for sign in text)
 
 
 def _whole(least: int, most: int | None = None) -> Callable[[Any], int]:
