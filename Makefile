@@ -7,7 +7,8 @@
 # make bench   every benchmark case on 2 and 4 virtual devices
 # make site    the docs as a site in out/site; any warning ends it
 # make versions   the quick tests with every version that setup.cfg allows: hours
-#              VERSIONS="py3.10-tf2.21-keras3.12" picks some
+#              VERSIONS="py3.10-tf2.21-keras3.12" picks some; VERSIONS=nightly
+#              runs with Keras' nightly
 #
 # EXTRA picks the TensorFlow: cpu (default), gpu or tpu, as in `make train EXTRA=gpu`.
 # PYTHON picks the interpreter that makes the virtual environment: 3.10 to 3.13.

@@ -2,6 +2,7 @@
 
 python -m tests.versions                            all of them; hours on two cores
 python -m tests.versions py3.10-tf2.21-keras3.12    these
+python -m tests.versions nightly                    Keras' nightly: what comes next
 python -m tests.versions --list                     their names, and known results
 
 For each Python, TensorFlow and Keras an environment of its own is made in a folder that
@@ -9,6 +10,9 @@ stays (`--folder`), with the other packages as pinned where TensorFlow and Keras
 it. What runs is the tier `quick` and the whole framework contract. Each result is kept
 with its commit: a second run does what is not there yet. The last lines are the rows of
 the table in docs/notes/versions.md.
+
+With the nightly the exactness rows run, too, anew each time. What is expected to differ
+there stands in `tests/support/newer_keras.py`, with its day.
 """
 
 import argparse
@@ -36,6 +40,17 @@ CONTRACT = (
     "tests/devices/test_private_overrides.py",
     "tests/pure/test_private_names.py",
 )
+NIGHTLY = "nightly"
+#: What runs with the nightly besides.
+EXACTNESS = (
+    "tests/devices/test_array_orders.py",
+    "tests/devices/test_defects.py",
+    "tests/devices/test_fits_exact.py",
+    "tests/devices/test_losses_exact.py",
+    "tests/devices/test_metrics_exact.py",
+    "tests/devices/test_steps_exact.py",
+    "tests/processes/test_array_orders.py",
+)
 INSTALL_SECONDS = 3600
 TESTS_SECONDS = 7200
 CLOSING_LINE = re.compile(r"=* ?(\d+ \w+(, )?)+ in [\d.]+s( \([\d:]+\))? ?=*")
@@ -51,10 +66,13 @@ class Versions:
     keras: str
 
     def __str__(self) -> str:
+        if self.keras == NIGHTLY:
+            return NIGHTLY
         return f"py{self.python}-tf{self.tensorflow}-keras{self.keras}"
 
     def requirements(self) -> list[str]:
-        keras = "keras" if self.keras == "newest" else f"keras=={self.keras}.*"
+        is_any = self.keras in ("newest", NIGHTLY)
+        keras = "keras" if is_any else f"keras=={self.keras}.*"
         return [f"tensorflow-cpu=={self.tensorflow}.*", keras]
 
 
@@ -65,6 +83,12 @@ def all_versions() -> list[Versions]:
         for tensorflow in TENSORFLOWS
         for keras in KERASES
     ]
+
+
+def versions_by_name() -> dict[str, Versions]:
+    """All that can be asked for; the nightly only by its name."""
+    nightly = Versions("3.11", TENSORFLOWS[-1], NIGHTLY)
+    return {str(versions): versions for versions in [*all_versions(), nightly]}
 
 
 def constraints_for_all(text: str) -> str:
@@ -121,30 +145,48 @@ def make_environment(versions: Versions, folder: pathlib.Path) -> pathlib.Path:
     constraints = folder / "constraints.txt"
     pins = REPOSITORY.joinpath("constraints.txt").read_text("utf-8")
     constraints.write_text(constraints_for_all(pins), "utf-8")
+    _install(
+        folder,
+        *("-c", constraints, "-e", f"{REPOSITORY}[examples,dev,tfds,grain]"),
+        *versions.requirements(),
+    )
+    complete.touch()
+    return python
+
+
+def _install(folder: pathlib.Path, *what: str | pathlib.Path) -> None:
+    python = folder / "bin" / "python"
     # pip did not come to an end in 10 minutes for Python 3.10, uv did in seconds.
     uv = shutil.which("uv")
     command = [
         *((uv, "pip", "install") if uv else (python, "-m", "pip", "install")),
         *(("--python", python) if uv else ()),
-        *("-q", "-c", constraints, "-e", f"{REPOSITORY}[examples,dev,tfds,grain]"),
-        *versions.requirements(),
+        *("-q", *what),
     ]
-    with open(folder / "install.txt", "w") as output:
+    with open(folder / "install.txt", "a") as output:
         done = subprocess.run(
             command, stdout=output, stderr=subprocess.STDOUT, timeout=INSTALL_SECONDS
         )
     if done.returncode:
         raise RuntimeError(f"not installed: see {folder / 'install.txt'}")
-    complete.touch()
-    return python
 
 
-def run_tests(python: pathlib.Path, output: pathlib.Path, jobs: int) -> str:
+def install_nightly(folder: pathlib.Path) -> None:
+    """Puts the newest nightly in the place of the Keras of an environment."""
+    # Both have one folder of modules.
+    remove = [folder / "bin" / "python", "-m", "pip", "uninstall", "-q", "-y"]
+    subprocess.run([*remove, "keras", "keras-nightly"], check=True, timeout=300)
+    _install(folder, "--no-deps", "--pre", "keras-nightly")
+
+
+def run_tests(
+    python: pathlib.Path, output: pathlib.Path, jobs: int, more: tuple[str, ...] = ()
+) -> str:
     """Runs the tests, and gives pytest's closing line."""
     command = [
         *(python, "-m", "pytest", "--tier", "quick", "-n", str(jobs)),
         *("--dist", "loadfile", "--max-worker-restart", "0", "-q", "--tb=short"),
-        *("-p", "no:cacheprovider", "tests/pure", "tests/devices", *CONTRACT),
+        *("-p", "no:cacheprovider", "tests/pure", "tests/devices", *CONTRACT, *more),
     ]
     with open(output, "w") as file:
         try:
@@ -171,9 +213,9 @@ def closing_line(text: str) -> str:
 def installed(python: pathlib.Path) -> dict[str, str]:
     """The versions that are there: of what was asked for, the newest."""
     program = (
-        "import json, platform; from importlib.metadata import version; "
+        "import json, platform, keras; from importlib.metadata import version; "
         "print(json.dumps({'python': platform.python_version(), "
-        "'tensorflow': version('tensorflow-cpu'), 'keras': version('keras')}))"
+        "'tensorflow': version('tensorflow-cpu'), 'keras': keras.__version__}))"
     )
     return json.loads(_output(str(python), "-c", program) or "{}")
 
@@ -182,12 +224,16 @@ def result_of(versions: Versions, folder: pathlib.Path, jobs: int) -> dict[str, 
     """One environment, made and tested; what stands in its row."""
     own = folder / str(versions)
     today = datetime.date.today().isoformat()
+    is_nightly = versions.keras == NIGHTLY
     try:
         python = make_environment(versions, own)
+        if is_nightly:
+            install_nightly(own)
     except (RuntimeError, subprocess.SubprocessError) as error:
         asked = dataclasses.asdict(versions)
         return {**asked, "result": f"not run: {error}", "date": today}
-    result = run_tests(python, own / "tests.txt", jobs)
+    more = EXACTNESS if is_nightly else ()
+    result = run_tests(python, own / "tests.txt", jobs, more)
     return {**installed(python), "result": result, "date": today}
 
 
@@ -205,15 +251,15 @@ def main(arguments=None) -> int:
     parser.add_argument("--jobs", type=int, default=2, metavar="N")
     parser.add_argument("--list", action="store_true", help="run nothing")
     options = parser.parse_args(arguments)
-    known = {str(versions): versions for versions in all_versions()}
+    known = versions_by_name()
     for name in options.names:
         if name not in known:
             parser.error(f"{name!r} is none of {', '.join(known)}")
     results = options.folder / "results" / commit()
     rows = []
-    for name in options.names or known:
+    for name in options.names or map(str, all_versions()):
         kept = results / f"{name}.json"
-        if kept.exists():
+        if kept.exists() and name != NIGHTLY:
             result = json.loads(kept.read_text("utf-8"))
         elif options.list:
             print(name)

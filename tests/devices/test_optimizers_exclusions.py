@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tfdp._private.optimizer_hooks import decays
 from tfdp.errors import ConfigurationError
 from tfdp.optimizers import LAMB, LARS
 from tfdp.plan.exclusions import BIASES_AND_NORM_SCALES, is_excluded
@@ -160,3 +161,15 @@ def test_plain_tensorflow_variables_are_matched_by_name():
     optimizer = LARS(weight_decay=0.1)
     optimizer.build(variables)
     assert [optimizer.decay_of(v) for v in variables] == [0.1, 0.0]
+
+
+@pytest.mark.parametrize("make", [keras.optimizers.AdamW, keras.optimizers.Muon])
+def test_whether_a_variable_decays_is_known_before_build(make):
+    """Keras 3.16 itself decides in `build`, for the variables that it gets there."""
+    kernel, bias = (keras.Variable([1.0], name=name) for name in ("kernel", "bias"))
+    optimizer = make(weight_decay=0.1)
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    for built_with in ([], [kernel]):
+        if built_with:
+            optimizer.build(built_with)
+        assert decays(optimizer, kernel) and not decays(optimizer, bias)

@@ -16,9 +16,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfdp.seams.replace import replace_for_good
-from tfdp.seams.table import KERAS_TRAINER, MODEL, VARIABLE
-
-LOOP = f"{KERAS_TRAINER}:TFEpochIterator"
+from tfdp.seams.table import LOOP, MODEL, VARIABLE
 
 
 class _Now(NamedTuple):
@@ -99,6 +97,11 @@ def model_to_build() -> Any:
 def reading_ended() -> contextlib.AbstractContextManager[None]:
     """Within this, Keras has the batch and builds."""
     return _noted(is_reading=False)
+
+
+def is_of_replicas(strategy: Any) -> bool:
+    """Whether a strategy is one of tfdp, which traces its replicas itself."""
+    return hasattr(strategy.extended, "current_run")
 
 
 def loop_of_caller() -> Any:

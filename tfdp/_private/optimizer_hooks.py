@@ -1,6 +1,6 @@
 """Private hooks of Keras' optimizers, under public names for tfdp's subclasses.
 
-The base optimizer calls or offers these. Checked against Keras 3.12 and 3.15.
+The base optimizer calls or offers these. Checked against Keras 3.12 to 3.16.
 """
 
 from __future__ import annotations
@@ -97,8 +97,19 @@ def states_by_weight(
 
 
 def decays(optimizer: keras.optimizers.Optimizer, variable: Any) -> bool:
-    """Whether weight decay of `optimizer`, if any, acts on `variable`."""
-    return bool(optimizer._use_weight_decay(variable))
+    """Whether weight decay of `optimizer`, built or not, acts on `variable`, if any."""
+    own = type(optimizer)._use_weight_decay
+    if own is not keras.optimizers.Optimizer._use_weight_decay:
+        return bool(own(optimizer, variable))
+    return _decays_by_keras(optimizer, variable)
+
+
+def _decays_by_keras(optimizer: keras.optimizers.Optimizer, variable: Any) -> bool:
+    # Keras 3.16 decides in `build`, and for the variables that it is given there.
+    excludes = getattr(optimizer, "_is_excluded_from_weight_decay", None)
+    if excludes is not None:
+        return not excludes(variable)
+    return bool(keras.optimizers.Optimizer._use_weight_decay(optimizer, variable))
 
 
 def is_between_updates(optimizer: keras.optimizers.Optimizer) -> bool:
@@ -118,7 +129,7 @@ def orthogonalizes(muon: keras.optimizers.Optimizer, variable: Any) -> bool:
 
 def decay_by_muon(muon: keras.optimizers.Optimizer, variable: Any) -> float | None:
     """The weight decay of `variable` by Keras' Muon; None: it does not decay."""
-    if not muon._use_weight_decay(variable):
+    if not decays(muon, variable):
         return None
     by_newton_schulz = orthogonalizes(muon, variable)
     return muon.weight_decay if by_newton_schulz else muon.adam_weight_decay
@@ -137,7 +148,7 @@ class DecayHooks(keras.optimizers.Optimizer):
 
     def decays_by_keras(self, variable: Any) -> bool:
         """Keras' default: not excluded by `exclude_from_weight_decay()`."""
-        return bool(super()._use_weight_decay(variable))
+        return _decays_by_keras(self, variable)
 
     def _use_weight_decay(self, variable: Any) -> bool:
         return self.decays(variable)

@@ -114,7 +114,28 @@ STRATEGY = "tensorflow.python.distribute.distribute_lib:StrategyBase"
 TENSORFLOW_CONTEXT = "tensorflow.python.eager.context:Context"
 TENSORFLOW_GRAPHS = "tensorflow.compat.v1"
 
+ARRAYS = "keras.src.trainers.data_adapters.array_data_adapter:ArrayDataAdapter"
+LOOP = f"{KERAS_TRAINER}:TFEpochIterator"
+
+
+def is_of_keras_3_16() -> bool:
+    """Whether the installed Keras is 3.16 or newer, a nightly included."""
+    return tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 16)
+
+
+SINCE_3_16 = (
+    *_seams(ARRAYS, "always", "epochs differ in order", _tf_shuffle="(self, tensors)"),
+    *_seams(LOOP, "always", "numbers passes over arrays", _get_iterator="(self)"),
+    *_seams(
+        MODEL,
+        "always",
+        "a step takes its batch in its graph, and is traced once",
+        _make_function="(self, step_function)",
+    ),
+)
+
 SEAMS: tuple[Seam, ...] = (
+    *(SINCE_3_16 if is_of_keras_3_16() else ()),
     # Losses (`tfdp.seams.losses`).
     Seam(
         LOSS,
@@ -241,7 +262,7 @@ SEAMS: tuple[Seam, ...] = (
         "a model in replicas is built from a plain batch, no PaddedBatch",
     ),
     Seam(
-        f"{KERAS_TRAINER}:TFEpochIterator",
+        LOOP,
         "__init__",
         "(self, distribute_strategy=None, *args, **kwargs)",
         "always",

@@ -33,7 +33,8 @@ def _from_plain_batch(original: Callable[..., None]) -> Callable[..., None]:
     def symbolic_build(
         model: Any, iterator: Any = None, data_batch: Any = None
     ) -> None:
-        if keras_calls.model_to_build() is not model or not _is_of_replicas(model):
+        is_ours = keras_calls.is_of_replicas(model.distribute_strategy)
+        if keras_calls.model_to_build() is not model or not is_ours:
             return original(model, iterator=iterator, data_batch=data_batch)
         if type(model).call is keras.Model.call:
             return None  # it cannot be called on a batch
@@ -54,10 +55,6 @@ def _from_plain_batch(original: Callable[..., None]) -> Callable[..., None]:
         return None
 
     return symbolic_build
-
-
-def _is_of_replicas(model: Any) -> bool:
-    return hasattr(model.distribute_strategy.extended, "current_run")
 
 
 replace_for_good(MODEL, "_symbolic_build", _from_plain_batch)

@@ -8,6 +8,7 @@ import warnings
 import keras
 import tensorflow as tf
 
+from tfdp._private.newer_keras import mend_newer_keras
 from tfdp.checks import check_one_of
 from tfdp.errors import ConfigurationError, UncheckedVersionWarning
 from tfdp.plan.communication import Communication
@@ -23,6 +24,7 @@ def check_versions() -> None:
     check_seams()
     replace_loss_functions()
     register_results()
+    mend_newer_keras()
     warn_of_other_versions()
 
 
