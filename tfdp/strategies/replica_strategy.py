@@ -155,6 +155,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
     ) -> Any:
         """Runs `fn` on every replica; see `tf.distribute.Strategy.run`."""
         note_used()
+        scope.check_not_keras_2(self)
         self._first_fit.look(self, self._notes)
         is_reported = frames.is_called_by_keras_loop()
         if is_function(fn) and tf.executing_eagerly():
@@ -247,6 +248,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
     def scope(self) -> contextlib.AbstractContextManager:
         """The scope to create models in; see `tf.distribute.Strategy.scope`."""
         note_used()
+        scope.check_not_keras_2(self)
         scope.check_not_nested(self)
         model = keras_calls.model_to_build()
         if model is not None:
