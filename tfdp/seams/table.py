@@ -170,6 +170,13 @@ SEAMS: tuple[Seam, ...] = (
         "statistics of a replica's own rows are documented: no warning",
     ),
     Seam(
+        "keras.layers:RNN",
+        "call",
+        "(self, sequences, initial_state=None, mask=None, training=False)",
+        "always",
+        "a state for each row is refused: a replica has some of the rows",
+    ),
+    Seam(
         "tensorflow.python.distribute.distribute_lib:ReplicaContextBase",
         "replica_id_in_sync_group",
         None,
