@@ -145,6 +145,13 @@ SEAMS: tuple[Seam, ...] = (
         "always",
         "a report takes the exact factor of a replica's share back",
     ),
+    Seam(
+        "keras.distillation:Distiller",
+        "compute_loss",
+        "(self, x=None, y=None, y_pred=None, sample_weight=None, training=True)",
+        "always",
+        "it takes means over a replica's rows itself, which become its share",
+    ),
     *_seams(
         LOSS,
         "called",

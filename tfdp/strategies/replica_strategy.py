@@ -35,7 +35,7 @@ from tfdp.errors import (
 )
 from tfdp.plan.communication import IdleOptions
 from tfdp.plan.shards import Sharding
-from tfdp.step import build  # noqa: F401 (replaces a method of Keras)
+from tfdp.step import build, distillation  # noqa: F401 (replace methods of Keras)
 from tfdp.step.buffer_synchronization import check_no_row_state
 from tfdp.step.call import StepCall
 from tfdp.step.find_optimizers import optimizers_of
