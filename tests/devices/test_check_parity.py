@@ -196,6 +196,34 @@ def test_variables_in_half_precision_never_fail_a_right_model():
     assert report.ok or report.inconclusive, str(report)
 
 
+@pytest.mark.parametrize("rows_of_batch, is_lost", [(2048, True), (64, False)])
+def test_sums_that_a_kernel_loses_in_half_precision(rows_of_batch, is_lost):
+    """Of 2,048 equal terms bfloat16 adds up 256. One device and two replicas, with 256
+    of 2,048 and 512 of 2,048, differ by less than a wide bound; float32 tells."""
+    keras.config.set_dtype_policy("mixed_bfloat16")
+
+    def build():
+        start = {"kernel_initializer": "ones"}
+        layers = [
+            keras.layers.Dense(4, "relu", **start),
+            keras.layers.Dense(1, **start),
+        ]
+        model = keras.Sequential([keras.Input((2,)), *layers])
+        model.compile(keras.optimizers.SGD(1.0), "mae", jit_compile=False)
+        return model
+
+    x = np.ones((rows_of_batch, 2), "float32")
+    data = x, np.full((rows_of_batch, 1), 100.0, "float32")
+    report = tfdp.testing.check_parity(
+        build, data, make_strategy(2), steps=1, batch_size=rows_of_batch
+    )
+    causes = [finding.cause for finding in report.causes]
+    assert report.ok is not is_lost, str(report)
+    assert ("HOLDS" in str(report)) is not is_lost
+    assert causes == (["a kernel that adds in half precision"] if is_lost else [])
+    assert ("BiasAddGrad" in str(report)) is is_lost
+
+
 class SlightlyTooLarge(PlainMean):
     """Updates that are one part in a thousand too large on replicas."""
 

@@ -277,3 +277,49 @@ def test_variables_besides_the_slots_are_noted(inner):
     plain.build(variables)
     wrapped.build(variables)
     assert len(wrapped.inner_optimizer.variables) == len(plain.variables)
+
+
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum"])
+@pytest.mark.parametrize("batch_size", [6, 8])  # 6 + 6 and 8 + 4 rows
+def test_accumulation_with_and_without_a_strategy(batch_size, reduction):
+    """What the docstring says: under a strategy the gradient on all rows together;
+    without one the mean of the batches' gradients, as Keras accumulates.
+
+    Rounding: one step of SGD at rate 0.01 with gradients below 100, of 12 rows in
+    float32: 0.01 x 100 x 12 x 6e-8 = 7e-7; both rules differ by 0.01 and more where
+    they differ.
+    """
+    x = np.random.default_rng(0).normal(size=(12, 4)).astype("float32")
+
+    def trained(strategy, batch_size, optimizer):
+        with strategy.scope():
+            kernel = keras.initializers.Constant(0.5)
+            layer = keras.layers.Dense(1, kernel_initializer=kernel)
+            model = keras.Sequential([keras.Input((4,)), layer])
+            loss = keras.losses.MeanSquaredError(reduction=reduction)
+            model.compile(optimizer, loss, jit_compile=False)
+        y = x[:, :1] * 8
+        model.fit(x, y, batch_size=batch_size, shuffle=False, verbose=0)
+        assert int(model.optimizer.iterations) == 1
+        return model.get_weights()
+
+    plain = tf.distribute.get_strategy()
+    whole = trained(plain, 12, sgd_of(None))
+    of_keras = trained(plain, batch_size, sgd_of(2))
+    alone = trained(plain, batch_size, tfdp.DistributedOptimizer(sgd_of(None), **TWO))
+    for replicas in (1, 2):
+        strategy = make_strategy(replicas)
+        with strategy.scope():
+            optimizer = tfdp.DistributedOptimizer(sgd_of(None), **TWO)
+        under = trained(strategy, batch_size, optimizer)
+        np.testing.assert_allclose(under[0], whole[0], rtol=0, atol=2e-6)
+    np.testing.assert_allclose(alone[0], of_keras[0], rtol=0, atol=2e-6)
+    is_same = batch_size == 6 and reduction != "sum"
+    assert np.allclose(alone[0], whole[0], rtol=0, atol=2e-6) == is_same
+
+
+TWO = {"accumulate_steps": 2}
+
+
+def sgd_of(accumulated):
+    return keras.optimizers.SGD(0.01, gradient_accumulation_steps=accumulated)

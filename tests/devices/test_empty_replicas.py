@@ -3,6 +3,8 @@
 Nine rows in batches of 8 on three replicas: 3 + 3 + 2 rows, then 1 + 0 + 0.
 """
 
+import warnings
+
 import keras
 import numpy as np
 import pytest
@@ -11,6 +13,8 @@ from keras import layers
 
 import tfdp
 from tests.support.parity import make_strategy
+from tfdp.errors import DeviceWarning
+from tfdp.strategies.idle_replicas import idle_ranks
 from tfdp.tracing.rows import Rows
 from tfdp.tracing.run import Step
 
@@ -382,3 +386,61 @@ def test_a_sum_within_a_sum_of_own_parts_does_not_end_it():
             pass
         assert run.parts_to_sum(1, value) is value
     np.testing.assert_array_equal(run.parts_to_sum(1, value), [0, 0])
+
+
+def told_of_idle(replicas, use):
+    strategy = make_strategy(replicas)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", DeviceWarning)
+        use(strategy)
+    return [str(one.message) for one in caught if one.category is DeviceWarning]
+
+
+def fit_in(strategy, x, batch_size):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
+        model.compile("sgd", "mse", jit_compile=False)
+    model.fit(x, x[:, :1], batch_size=batch_size, verbose=0)
+    model.evaluate(np.ones((2, 2)), np.ones((2, 1)), verbose=0)  # tells nothing
+    model.predict(np.ones((1, 2)), verbose=0)
+
+
+@pytest.mark.parametrize(
+    "rows, replicas, sizes", [(5, 4, "4 or 8"), (2, 4, "4"), (4, 3, "3 or 6")]
+)
+def test_batches_too_small_for_all_replicas_are_told_once(rows, replicas, sizes):
+    x = np.ones((2 * rows + 1, 2), "float32")
+    batches = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(rows)
+    uses = [
+        lambda strategy: fit_in(strategy, x, rows),
+        lambda strategy: [
+            list(strategy.experimental_distribute_dataset(batches)) for _ in range(2)
+        ],
+    ]
+    for use in uses:
+        [message] = told_of_idle(replicas, use)
+        assert f"Batches of {rows} rows" in message
+        assert f"Use {sizes} as the batch size" in message
+
+
+@pytest.mark.parametrize("rows, replicas", [(8, 3), (5, 2), (1, 1)])
+def test_a_short_last_batch_alone_is_not_told(rows, replicas):
+    x = np.ones((2 * rows + 1, 2), "float32")
+    assert told_of_idle(replicas, lambda strategy: fit_in(strategy, x, rows)) == []
+
+
+@pytest.mark.parametrize("hosts", [1, 2, 3])
+@pytest.mark.parametrize("replicas", [1, 2, 3, 7])
+def test_idle_ranks(hosts, replicas):
+    """As TensorFlow splits what a host takes: the first replicas get equally many."""
+    for rows in range(1, 3 * hosts * replicas):
+        counts = []
+        for host in range(hosts):
+            own = rows * (host + 1) // hosts - rows * host // hosts
+            parts = tf.data.Dataset.range(own).batch(max(1, -(-own // replicas)))
+            split = [len(part) for part in parts]
+            counts += split + [0] * (replicas - len(split))
+        idle = [rank for rank, count in enumerate(counts) if not count]
+        assert idle_ranks(rows, hosts, replicas) == idle
+        if rows % (hosts * replicas) == 0:
+            assert not idle

@@ -317,14 +317,59 @@ def test_what_is_stored_behind_the_update_is_one_devices(center, updates, replic
         np.testing.assert_allclose(mine.numpy(), theirs.numpy(), rtol=0, atol=2e-6)
 
 
-def test_state_of_single_rows_is_refused():
-    def build():
-        layers = [keras.layers.Reshape((1, 12)), keras.layers.GRU(3, stateful=True)]
-        return keras.Sequential([keras.Input(batch_shape=(8, 12)), *layers])
+def in_a_loop(model, x):
+    strategy = model.distribute_strategy
+    batches = tf.data.Dataset.from_tensor_slices(x).batch(8)
+    call = tf.function(lambda batch: strategy.run(model, (batch,)))
+    for batch in strategy.experimental_distribute_dataset(batches):
+        call(batch)
 
-    data = rows(16)
-    with pytest.raises(ConfigurationError, match="return_state"):
-        train(make_strategy(2), build, data=(data["x"], data["y"]), batch_size=8)
+
+WITH_ROW_STATE = {
+    "layer": lambda: keras.layers.GRU(3, stateful=True),
+    "wrapper": lambda: keras.layers.Bidirectional(keras.layers.LSTM(2, stateful=True)),
+    "cells": lambda: keras.layers.RNN(
+        [keras.layers.GRUCell(3), keras.layers.SimpleRNNCell(2)], stateful=True
+    ),
+    "nested": lambda: keras.Sequential([keras.layers.SimpleRNN(2, stateful=True)]),
+}
+
+
+@pytest.mark.parametrize("own_rows", [8, 4])  # of the batch, or of a replica
+@pytest.mark.parametrize("kind", WITH_ROW_STATE)
+def test_state_of_single_rows_is_refused(kind, own_rows):
+    """By the layer's name; one device carries it from batch to batch."""
+    x = rows(16)["x"].reshape((16, 1, 12))
+    with make_strategy(2).scope():
+        shape = keras.Input(batch_shape=(own_rows, 1, 12))
+        layers = [shape, WITH_ROW_STATE[kind](), keras.layers.Dense(1)]
+        model = keras.Sequential(layers)
+        model.compile("sgd", "mse", jit_compile=False)
+    y = np.zeros((16, 1))
+    uses = [
+        lambda: model.fit(x, y, batch_size=8, verbose=0),
+        lambda: model.evaluate(x, y, batch_size=8, verbose=0),
+        lambda: model.predict(x, batch_size=8, verbose=0),
+        lambda: model.predict_on_batch(x[:own_rows]),
+        lambda: in_a_loop(model, x),
+    ]
+    for use in uses:
+        with pytest.raises(ConfigurationError, match=r"layer '\w+' has stateful=True"):
+            use()
+
+
+def test_state_of_single_rows_on_one_replica_is_carried():
+    x = rows(16)["x"].reshape((16, 1, 12))
+
+    def predicted(strategy):
+        with strategy.scope():
+            keras.utils.set_random_seed(1)
+            layers = [keras.Input(batch_shape=(8, 1, 12)), WITH_ROW_STATE["layer"]()]
+            model = keras.Sequential(layers)
+        return model.predict(x, batch_size=8, verbose=0)
+
+    one = predicted(tf.distribute.get_strategy())
+    np.testing.assert_array_equal(predicted(make_strategy(1)), one)
 
 
 @pytest.mark.parametrize("synchronized", [True, False])

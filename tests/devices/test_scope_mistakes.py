@@ -1,5 +1,7 @@
 """Mistakes with scopes: one typed error that says what to move where."""
 
+import sys
+import types
 import warnings
 
 import keras
@@ -13,7 +15,7 @@ from tests.support.parity import (
     largest_difference,
     make_strategy,
 )
-from tfdp.errors import LocalStateWarning, ScopeError
+from tfdp.errors import ConfigurationError, LocalStateWarning, ScopeError
 
 X, Y = classification_data(samples=24)
 
@@ -161,3 +163,65 @@ def test_what_is_allowed_still_works():
         model.fit(X, Y, verbose=0)
     dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8)
     model.fit(strategy.experimental_distribute_dataset(dataset), verbose=0)
+
+
+def keras_2():
+    """A module of a package `tf_keras`, whose functions use a strategy as Keras 2's."""
+    module = types.ModuleType("tf_keras.src.engine")
+    code = """
+import tensorflow as tf
+
+def make(): return tf.Variable([1.0])
+
+def double(x): return 2.0 * x
+
+def fit(step, x):
+    strategy = tf.distribute.get_strategy()
+    return strategy.run(step, (x,))
+
+def scoped(strategy):
+    with strategy.scope(): pass
+
+def apply(gradient, variable):
+    def update(own, change): own.assign_sub(change)
+    extended = tf.distribute.get_strategy().extended
+    extended.update(variable, update, args=(gradient,))
+"""
+    exec(code, vars(module))
+    return module
+
+
+@pytest.mark.parametrize("name", ["tf_keras.src.engine", "tensorflow.python.keras.x"])
+def test_keras_2_is_refused(name, monkeypatch):
+    """At its first variable, in its fit (of a model that was made outside, too), and
+    where its optimizer, made outside of the scope, updates a weight in a loop."""
+    old, strategy = keras_2(), make_strategy(2)
+    with strategy.scope():
+        weight = tf.Variable([1.0])
+
+    @tf.function
+    def loop():
+        strategy.run(lambda: old.apply(tf.constant([1.0]), weight))
+
+    uses = [
+        lambda: old.make(),
+        lambda: old.fit(tf.identity, tf.ones(2)),
+        lambda: old.scoped(strategy),
+        loop,
+    ]
+    monkeypatch.setitem(vars(old), "__name__", name)
+    monkeypatch.setitem(sys.modules, name.rpartition(".")[0].removesuffix(".src"), old)
+    for use in uses:
+        with strategy.scope(), pytest.raises(ConfigurationError, match="in Keras 3"):
+            use()
+
+
+def test_keras_2_that_is_only_imported_is_no_matter(monkeypatch):
+    """Nor is one of its models that a step only calls, such as a teacher."""
+    old, strategy = keras_2(), make_strategy(2)
+    monkeypatch.setitem(vars(old), "__name__", "tf_keras.src.engine")
+    monkeypatch.setitem(sys.modules, "tf_keras", old)
+    with strategy.scope():
+        weight = tf.Variable([1.0])
+    strategy.run(lambda: weight.assign(old.double(weight)))
+    assert weight.numpy() == [2.0]

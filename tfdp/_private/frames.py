@@ -19,6 +19,8 @@ LOOPS = ("fit", "evaluate", "predict")
 # The functions that call `strategy.run`, and whether they average what it returns.
 STEPS = {"one_step_on_data": True, "one_step_on_data_distributed": False}
 _LOCALS = {look.function: look.names for look in LOOKS}
+# The packages that Keras 2 is in.
+KERAS_2 = ("tf_keras", "tensorflow.python.keras")
 
 
 class KerasLoop:
@@ -99,6 +101,17 @@ def is_called_by_keras_loop() -> bool:
             f"of {', '.join(STEPS)}. {checked_versions()}"
         )
     return STEPS[frame.f_code.co_name]
+
+
+def is_called_by_keras_2() -> bool:
+    """Whether a function of Keras 2 is around the caller."""
+    frame = sys._getframe() if any(name in sys.modules for name in KERAS_2) else None
+    while frame is not None:
+        module = frame.f_globals.get("__name__") or ""
+        if module.startswith(tuple(f"{name}." for name in KERAS_2)):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _is_of_trainer(frame: FrameType) -> bool:

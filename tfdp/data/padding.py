@@ -35,24 +35,31 @@ def global_batch_rows(dataset: tf.data.Dataset, stated: int | None = None) -> in
     `stated` by the user, or from the shapes, `fit`'s `batch_size`, the dataset's own
     `batch`, or the first batch, which is then read once more.
     """
-    rows = stated or _static_rows(dataset)
+    rows = stated or stated_batch_rows(dataset)
     if rows is not None:
         return rows
-    source, rows = batch_size_of_caller()
-    if rows is not None:
-        return int(rows)
+    source, _ = batch_size_of_caller()
     if source not in (None, "TFDatasetAdapter"):
         raise ConfigurationError(
             f"The size of the batches is not known: a {source} does not state it. Pass "
             "pad_batches=<global batch size> to the strategy."
         )
-    rows = rows_of_batches(dataset)
-    if rows is not None:
-        return rows
     # After this read, a shuffle upstream would yield another order.
     for batch in dataset.take(1):
         return int(tf.shape(tf.nest.flatten(batch)[0])[0])
     raise DataError("The dataset has no batch at all.")
+
+
+def stated_batch_rows(dataset: tf.data.Dataset) -> int | None:
+    """`global_batch_rows` if that is known before a batch is read; else None."""
+    rows = _static_rows(dataset)
+    if rows is not None:
+        return rows
+    source, rows = batch_size_of_caller()
+    if rows is not None:
+        return int(rows)
+    is_dataset = source in (None, "TFDatasetAdapter")
+    return rows_of_batches(dataset) if is_dataset else None
 
 
 def pad_parts(

@@ -57,7 +57,9 @@ class DistributedOptimizer(hooks.LossScaleHooks):
 
     the gradient of one step on all K batches together. For compiled losses with
     `reduction="sum"`, in Keras' own `train_step`, it is sum_k sum_r g_kr; sums in a
-    custom step are weighted like means. Without a strategy, batches have equal weights.
+    custom step are weighted like means. Without a strategy `accumulate_steps` means
+    what Keras' `gradient_accumulation_steps` does, the mean of the K gradients: equal
+    to g for means over K batches of equal weight, and g / K for sums.
     `iterations` counts updates. Without accumulation, stock optimizers are exact under
     `DataParallelStrategy` as well.
 

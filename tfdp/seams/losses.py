@@ -21,6 +21,7 @@ import tensorflow as tf
 from keras import ops
 
 from tfdp.errors import SeamError
+from tfdp.seams.plain_losses import is_plain
 from tfdp.seams.replace import replace_for_good
 from tfdp.seams.table import LOSS
 
@@ -125,7 +126,7 @@ def _losses_here() -> tuple[bool, Any]:
     strategy = tf.distribute.get_strategy()
     if not hasattr(type(strategy), LOSSES_OF_REPLICA):
         return False, None
-    if tf.distribute.in_cross_replica_context():
+    if tf.distribute.in_cross_replica_context() or is_plain():
         return True, None
     return True, getattr(strategy, LOSSES_OF_REPLICA)
 

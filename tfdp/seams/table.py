@@ -166,6 +166,13 @@ SEAMS: tuple[Seam, ...] = (
         "always",
         "a report takes the exact factor of a replica's share back",
     ),
+    Seam(
+        "keras.distillation:Distiller",
+        "compute_loss",
+        "(self, x=None, y=None, y_pred=None, sample_weight=None, training=True)",
+        "always",
+        "it takes means over a replica's rows itself, which become its share",
+    ),
     *_seams(
         LOSS,
         "called",
@@ -203,6 +210,13 @@ SEAMS: tuple[Seam, ...] = (
         "(self, inputs, training=None, mask=None)",
         "always",
         "statistics of a replica's own rows are documented: no warning",
+    ),
+    Seam(
+        "keras.layers:RNN",
+        "call",
+        "(self, sequences, initial_state=None, mask=None, training=False)",
+        "always",
+        "a state for each row is refused: a replica has some of the rows",
     ),
     Seam(
         "tensorflow.python.distribute.distribute_lib:ReplicaContextBase",

@@ -74,7 +74,12 @@ def _build(optimizer: Any, variables: Sequence[Any]) -> None:
     shards = getattr(hooks.strategy_of(optimizer).extended, "shards", None)
     rule = whole_updates(optimizer)
     build = type(optimizer).build.__get__(optimizer)
-    if optimizer.built or shards is None:
+    # A loss scaler or a group has no weights of its own: the optimizers within decide,
+    # and may have been built before, in another scaler.
+    is_around = hasattr(optimizer, "inner_optimizer") or hasattr(
+        optimizer, "optimizers"
+    )
+    if optimizer.built or shards is None or is_around:
         build(variables)
         return
     owned = owned_by(optimizer, variables)

@@ -25,8 +25,9 @@ from tfdp.lint.findings import is_no_mean
 from tfdp.lint.op_kinds import is_extreme, writes_summary
 from tfdp.lint.terms import outermost
 from tfdp.lint.values import Term
+from tfdp.seams.replace import replace_for_good
 from tfdp.step.own_branches import own_source_of
-from tfdp.tracing.run import Step
+from tfdp.tracing.run import Step, current_run
 from tfdp.tracing.state_checks import is_added, own_handle, stored_from_shares
 from tfdp.tracing.trace_order import describe_sum
 
@@ -108,12 +109,34 @@ def check_no_row_state(model: Any) -> None:
     """Raises ConfigurationError for recurrent layers with `stateful=True`."""
     for layer in layers_within(model) if isinstance(model, keras.Model) else ():
         if isinstance(layer, keras.layers.RNN) and layer.stateful:
-            raise ConfigurationError(
-                f"The layer {layer.name!r} has stateful=True: it stores a state for "
-                "each row of a batch, and each replica has other rows. Return the "
-                "states (return_state=True) and pass them on as initial_state with "
-                "the batches, or train on one device."
-            )
+            _refuse_row_state(layer)
+
+
+def _refuse_row_state(layer: keras.layers.RNN) -> None:
+    raise ConfigurationError(
+        f"The layer {layer.name!r} has stateful=True: it stores a state for each row "
+        "of a batch, and each replica has other rows. Return the states "
+        "(return_state=True) and pass them on as initial_state with the batches; or "
+        "train, evaluate and predict on one device, with a model that is made outside "
+        "of the scope (model.set_weights copies the weights)."
+    )
+
+
+def _without_row_state(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A recurrent layer's `call`, for `predict` and for loops, whose model is unknown
+    before they call it."""
+
+    @functools.wraps(call)
+    def checked_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = current_run() if self.stateful else None
+        if found is not None and not found[0].is_of_one:
+            _refuse_row_state(self)
+        return call(self, *args, **kwargs)
+
+    return checked_call
+
+
+replace_for_good("keras.layers:RNN", "call", _without_row_state)
 
 
 def warn_about_stored(run: Step, model: Any) -> None:

@@ -57,6 +57,11 @@ def without_fit_message() -> Iterator[None]:
         _unsaid.pop()
 
 
+def is_without_fit_message() -> bool:
+    """Whether the caller runs within `without_fit_message`."""
+    return bool(_unsaid)
+
+
 class FirstFit:
     """Prints a strategy to standard error when a `fit` begins, equal ones only once."""
 

@@ -201,7 +201,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         if self.cluster.workers > 1 and not self.is_helper:
             add_waiting_thread()
         is_elastic = communication.min_hosts is not None
-        self._has_fixed_shares = not is_elastic and self.balance is None
+        self.has_fixed_shares = not is_elastic and self.balance is None
         if is_elastic and (sharding.stage or sharding.offloads):
             raise ConfigurationError(
                 "Communication(min_hosts=...) is for hosts that train locally (sync=), "

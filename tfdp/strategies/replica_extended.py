@@ -17,7 +17,7 @@ from tfdp.sharding.owners import place_when_built
 from tfdp.sharding.updates import ACCUMULATOR_NAME, SHARD_CLASSES, ShardUpdates
 from tfdp.sharding.variables import ShardedVariable
 from tfdp.step.optimizers import sums_without_overrides
-from tfdp.strategies.scope import MadeInScope, check_component
+from tfdp.strategies.scope import MadeInScope, check_component, check_not_keras_2
 from tfdp.tracing.run import Step
 from tfdp.variables.mirrored import is_seed_state
 
@@ -43,6 +43,7 @@ class ReplicaExtended(LastingInput):
 
     def update(self, var: Any, fn: Callable, *args: Any, **kwargs: Any) -> Any:
         strategy = self._container_strategy()  # type: ignore[attr-defined]
+        check_not_keras_2(strategy)
         if getattr(var, "distribute_strategy", None) is not strategy:
             check_component(var, strategy)
         return super().update(var, fn, *args, **kwargs)  # type: ignore[misc]
@@ -83,6 +84,7 @@ class ReplicaExtended(LastingInput):
 
     def note_maker(self) -> None:
         """Tracks the optimizer or metric that is creating a variable, if any."""
+        check_not_keras_2(self._container_strategy())  # type: ignore[attr-defined]
         optimizer = self.made_optimizers.note_maker()
         if optimizer is not None:
             self.note_optimizer(optimizer)

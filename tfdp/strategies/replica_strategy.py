@@ -35,7 +35,7 @@ from tfdp.errors import (
 )
 from tfdp.plan.communication import IdleOptions
 from tfdp.plan.shards import Sharding
-from tfdp.step import build  # noqa: F401 (replaces a method of Keras)
+from tfdp.step import build, distillation  # noqa: F401 (replace methods of Keras)
 from tfdp.step.buffer_synchronization import check_no_row_state
 from tfdp.step.call import StepCall
 from tfdp.step.find_optimizers import optimizers_of
@@ -47,6 +47,7 @@ from tfdp.step.own_branches import refuse_own_branches
 from tfdp.step.predictions import joined_outputs, parts_of_one_shape, why_not_joined
 from tfdp.step.reports import reduce_logs
 from tfdp.strategies import scope
+from tfdp.strategies.idle_replicas import warn_of_idle_replicas
 from tfdp.strategies.in_words import FirstFit, describe_strategy
 from tfdp.strategies.scope import adopt_state
 from tfdp.strategies.unused import note_used
@@ -155,6 +156,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
     ) -> Any:
         """Runs `fn` on every replica; see `tf.distribute.Strategy.run`."""
         note_used()
+        scope.check_not_keras_2(self)
         self._first_fit.look(self, self._notes)
         is_reported = frames.is_called_by_keras_loop()
         if is_function(fn) and tf.executing_eagerly():
@@ -247,6 +249,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
     def scope(self) -> contextlib.AbstractContextManager:
         """The scope to create models in; see `tf.distribute.Strategy.scope`."""
         note_used()
+        scope.check_not_keras_2(self)
         scope.check_not_nested(self)
         model = keras_calls.model_to_build()
         if model is not None:
@@ -297,6 +300,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
             reader = keras_calls.batch_size_of_caller()[0]
             dataset = splittable(dataset, reader, self._splits_multiples_of())
         self._one_thread.check(self._hosts_of_batch)
+        warn_of_idle_replicas(self, dataset)
         dataset = self._part_of_host(dataset)
         raise_instead(keras_calls.loop_of_caller(), why_not_joined)
         is_odd = not is_of_one_size(dataset, self._replicas)
@@ -324,14 +328,14 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
     def _one_thread(self) -> OneThread:
         return OneThread()
 
-    _has_fixed_shares = True
+    has_fixed_shares = True
 
     def _splits_multiples_of(self) -> int | None:
         """N if multiples of N are split equally; None: all batches have one size."""
         is_filled = self.pad_batches or self.compiles_steps
         # A grain loader may read a shard on each host, with different batches.
         is_grain = grain_input_of(keras_calls.adapter_of_caller()) is not None
-        has_shares = self._has_fixed_shares and not is_filled and not is_grain
+        has_shares = self.has_fixed_shares and not is_filled and not is_grain
         return self._replicas if has_shares else None
 
     @property

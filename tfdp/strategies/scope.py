@@ -15,8 +15,9 @@ import keras
 import tensorflow as tf
 
 from tfdp._private import keras_models, names
+from tfdp._private.frames import is_called_by_keras_2
 from tfdp._private.optimizer_hooks import put_under, strategy_of
-from tfdp.errors import ScopeError
+from tfdp.errors import ConfigurationError, ScopeError
 
 ADVICE = (
     "Make the model and compile it in one `with strategy.scope():` block of the "
@@ -68,6 +69,19 @@ def check_component(variable: Any, strategy: tf.distribute.Strategy) -> None:
         raise ScopeError(
             f"The variable {name!r} was made outside the scope of {_name(strategy)}, "
             f"under which the optimizer was made. {ADVICE}"
+        )
+
+
+def check_not_keras_2(strategy: tf.distribute.Strategy) -> None:
+    """Refuses calls by a model, layer or optimizer of Keras 2."""
+    if is_called_by_keras_2():
+        raise ConfigurationError(
+            f"Keras 2 (tf_keras) makes or trains variables under {_name(strategy)}, "
+            "and tfdp makes Keras 3 exact: tf_keras would train with other numbers "
+            "than on one device. Write the model, its optimizer and metrics in Keras 3 "
+            "(import keras, without TF_USE_LEGACY_KERAS=1 in the environment), or "
+            "train without a strategy. A tf_keras model that is "
+            "only called, such as a teacher, may be made outside of the scope."
         )
 
 

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable
 
 from tfdp.tools.testing.facts import Facts
-from tfdp.tools.testing.report import HIDDEN_BY_DRAWS, HIDDEN_BY_ROUNDING
+from tfdp.tools.testing.report import HIDDEN_BY_DRAWS, HIDDEN_BY_ROUNDING, LOST_SUMS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +77,18 @@ FROM_FACTS = (
         "gradients; or use mixed_bfloat16, which needs no loss scaling.",
     ),
     TOO_LITTLE_MOVEMENT,
+)
+
+IN_HALF_PRECISION = Cause(
+    name=LOST_SUMS,
+    where=lambda facts: None,  # from a comparison with float32
+    why="The gradients of these weights are sums over the rows of a batch that "
+    "TensorFlow adds in half precision: in bfloat16 such a sum stops at 256 equal "
+    "terms, in float16 at 2,048. On CPUs the kernel of a bias' gradient (BiasAddGrad) "
+    "does. More replicas, with fewer rows each, lose less.",
+    instead="Compute layers with a bias in float32 (dtype='float32'), or use fewer "
+    "rows per batch, or GPUs, on which kernels add in float32.",
+    evidence="moves as it should when the model computes in float32",
 )
 
 # Each has its own change, which does not affect the others.

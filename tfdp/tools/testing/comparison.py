@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.optimizers import LossScaleOptimizer
 
 from tfdp.errors import ConfigurationError
 from tfdp.tools.testing import rounding
@@ -17,6 +18,7 @@ from tfdp.tools.testing.batches import Batch, row_count, take_rows
 from tfdp.tools.testing.model_parts import (
     HALF_PRECISION,
     compute_round_off,
+    inner_optimizers,
     layers_of,
     unit_round_off,
 )
@@ -49,9 +51,26 @@ class Comparison:
     @property
     def is_too_coarse(self) -> bool:
         """Whether rounding in half precision would hide a wrong step."""
+        return self._no_row_exceeds and not self.ok and self.is_in_half_precision
+
+    @property
+    def is_in_half_precision(self) -> bool:
+        """Whether a layer computes in half precision."""
         dtypes = {layer.compute_dtype for layer in layers_of(self.model)}
-        is_half = not dtypes.isdisjoint(HALF_PRECISION)
-        return self._no_row_exceeds and not self.ok and is_half
+        return not dtypes.isdisjoint(HALF_PRECISION)
+
+    def lost_movement(self, exact: Comparison) -> tuple[str, ...]:
+        """The weights that move less than 4/5 as far on one device as in `exact`, in
+        float32, and by more than half of the bound. A loss scaler may skip steps.
+        """
+        optimizers = inner_optimizers(self.model.optimizer)
+        if any(isinstance(one, LossScaleOptimizer) for one in optimizers):
+            return ()
+        return tuple(
+            own.path
+            for own, full in zip(self.rows, exact.rows, strict=False)
+            if full.movement - own.movement > max(own.bound / 2, full.movement / 5)
+        )
 
     @property
     def _no_row_exceeds(self) -> bool:

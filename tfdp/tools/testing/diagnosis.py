@@ -52,6 +52,13 @@ def diagnose(setting: Setting, comparison: Comparison) -> tuple[Finding, ...]:
     return _findings([rest], facts)
 
 
+def find_lost_sums(paths: tuple[str, ...]) -> tuple[Finding, ...]:
+    """The cause of weights that move too little in half precision; () if none do."""
+    cause = known.IN_HALF_PRECISION
+    texts = cause.evidence, cause.why, cause.instead
+    return (Finding(cause.name, paths, *texts),) if paths else ()
+
+
 def _holds(setting: Setting, causes: Sequence[known.Cause]) -> bool:
     names = [cause.change for cause in causes if cause.change is not None]
     changed = changes.apply_changes(setting, names)

@@ -20,6 +20,7 @@ from tfdp.tools.testing.changes import CHANGES
 from tfdp.tools.testing.comparison import compare
 from tfdp.tools.testing.crashes import describe_error
 from tfdp.tools.testing.diagnosis import diagnose as find_causes
+from tfdp.tools.testing.diagnosis import find_lost_sums
 from tfdp.tools.testing.report import Finding, ParityReport
 from tfdp.tools.testing.trainee import Setting
 
@@ -81,7 +82,7 @@ def check_parity(
       ScopeError: it was called inside a strategy's scope.
       ParityError: `raise_on_failure` is set and the check fails; see its `report`.
 
-    Cost: 5 short trainings, 4 of them on one device; up to 10 in half precision.
+    Cost: 5 short trainings, 4 of them on one device; 10 in half precision.
 
     ```python
     import keras
@@ -133,13 +134,16 @@ def compare_and_report(
     notes = []
     with _float32_products(), without_fit_message():
         comparison = compare(setting)
-        if comparison.is_too_coarse:
-            # Rounding in half precision depends on the processor, unlike the
-            # correctness of the replicas' sums.
-            notes.append(COARSE)
-            setting = CHANGES["compute_in_float32"](setting)
-            comparison = compare(setting)
-        if diagnose and not comparison.ok:
+        if comparison.is_in_half_precision and comparison.error is None:
+            in_float32 = CHANGES["compute_in_float32"](setting)
+            exact = compare(in_float32)
+            causes = find_lost_sums(comparison.lost_movement(exact))
+            if comparison.is_too_coarse:
+                # Rounding in half precision depends on the processor, unlike the
+                # correctness of the replicas' sums.
+                notes.append(COARSE)
+                setting, comparison = in_float32, exact
+        if diagnose and not comparison.ok and not causes:
             causes = find_causes(setting, comparison)
     if comparison.switched_off:
         notes.append(
