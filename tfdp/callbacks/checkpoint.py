@@ -33,6 +33,7 @@ from tfdp.callbacks.training_state import (
     arrays_of,
     kept_logs,
     kept_of,
+    place_of_host,
     put_back,
     put_back_logs,
     put_back_random,
@@ -46,6 +47,9 @@ from tfdp.checkpoint.hosts import Hosts, StepAgreement, hosts_of
 from tfdp.checks import is_number
 from tfdp.cluster import START_AGAIN, progress
 from tfdp.errors import CheckpointWarning, ConfigurationError, DataError
+from tfdp.hosts.pushes import SAVE
+from tfdp.step.find_optimizers import optimizers_of
+from tfdp.step.own_pace import OwnPace
 
 _fits = itertools.count()
 TIME = "time"
@@ -75,7 +79,8 @@ class Checkpoint(keras.callbacks.Callback):
     ones the program must decide the order: shuffles with a seed, or
     `keras.utils.set_random_seed(1)` at the top of the script.
 
-    SIGTERM and SIGINT (Ctrl-C) save after the current step, the same one on all hosts.
+    SIGTERM and SIGINT (Ctrl-C) save after the current step, the same one on all hosts
+    (with `sync=Asynchronous()` each host's own).
     After SIGTERM the process exits with code 75, "restart me"; after SIGINT with
     KeyboardInterrupt. A second Ctrl-C does not wait.
 
@@ -184,7 +189,15 @@ class Checkpoint(keras.callbacks.Callback):
         self._hosts: Hosts = hosts_of(self.model.distribute_strategy)
         self._files.check_directory(self.model)
         self._input = KeptInput(self._passes.adapter, self._hosts)
-        self._agreement = StepAgreement(self._hosts, f"fit {next(_fits)}")
+        # With `sync=Asynchronous()` hosts make steps, and save, at their own pace.
+        trainings = [getattr(o, "rounds", None) for o in optimizers_of(self.model)]
+        paced = [one for one in trainings if isinstance(one, OwnPace)]
+        self._own_pace = paced[0] if paced else None
+        if self._own_pace is not None:
+            self._own_pace.save = functools.partial(self._after_step, have_met=True)
+            self._own_pace.poll = self._poll
+        name, in_step = f"fit {next(_fits)}", self._own_pace is None
+        self._agreement = StepAgreement(self._hosts, name, in_step=in_step)
         self._step = self._batch = 0
         self._epoch_of_program = initial_epoch(self.model)
         self._is_first_epoch = True
@@ -200,6 +213,8 @@ class Checkpoint(keras.callbacks.Callback):
         self._saved_seconds = time.monotonic()
 
     def _resume(self, restored: Restored) -> None:
+        if self._own_pace is not None:
+            restored = place_of_host(restored, self._hosts)
         place = Place.of(restored)
         self._place, self._first_epoch = place, place.first_epoch
         self._step, self._batch = restored.step, place.batch
@@ -277,12 +292,24 @@ class Checkpoint(keras.callbacks.Callback):
         progress.note_step(self._step)
         every = self._every_steps
         is_now = every is not None and is_due(every, before, self._step)
-        if self._signals.received is not None:
-            self._agreement.request(f"signal {self._signals.received}")
-        elif self._every_seconds is not None and self._hosts.is_chief:
+        self._poll()
+        if self._own_pace is not None and self._hosts.count > 1 and is_now:
+            is_now = False
+            if self._hosts.is_chief:
+                self._agreement.request(TIME)
+        if self._every_seconds is not None and self._hosts.is_chief:
             if time.monotonic() - self._saved_seconds >= self._every_seconds:
                 self._agreement.request(TIME)
+        self._after_step(is_now)
+
+    def _poll(self) -> None:
+        if self._signals.received is not None:
+            self._agreement.request(f"signal {self._signals.received}")
+
+    def _after_step(self, is_now: bool = False, *, have_met: bool = False) -> None:
         reason = self._agreement.after_step(self._step)
+        if reason is not None and self._own_pace is not None and not have_met:
+            self._own_pace.make_equal(SAVE)
         if is_now or reason is not None:
             self._save(is_epoch_end=False)
         if reason is not None and reason != TIME:
@@ -320,12 +347,16 @@ class Checkpoint(keras.callbacks.Callback):
 
     def _close(self) -> None:
         self._signals.close()
+        if self._own_pace is not None:
+            self._own_pace.save = self._own_pace.poll = lambda: None
         set_initial_epoch(self.model, self._epoch_of_program)
 
     def _save(self, *, is_epoch_end: bool) -> None:
         self._saved_seconds = time.monotonic()
         self._hidden.warn_of_used()
         ended, read = self._passes.place(is_epoch_end)
+        if self._own_pace is not None and self.params["steps"] is None:
+            read = min(read, self._batch)  # a step may have found the end of the data
         place = Place(
             epoch=self._epoch + is_epoch_end,
             batch=0 if is_epoch_end else self._batch,
@@ -343,11 +374,14 @@ class Checkpoint(keras.callbacks.Callback):
             "logs": kept_logs(self._logs),
             "input": self._input.kept(read),
         }
+        step = self._step
+        if self._own_pace is not None:
+            own = {"step": step, "place": place.as_json()}
+            places = self._hosts.json_values(own, "places of hosts")
+            program["places"], step = places, places[0]["step"]
         arrays = arrays_of(self._others)
         with _warns("Training continues."):
-            self._files.save(
-                self.model, step=self._step, program=program, arrays=arrays
-            )
+            self._files.save(self.model, step=step, program=program, arrays=arrays)
 
     def _stop(self) -> None:
         """Ends the program once the checkpoint is on disk."""

@@ -8,7 +8,7 @@ import random
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import keras
@@ -348,6 +348,24 @@ def _of_model(model: keras.Model) -> Iterator[str]:
                     f"TensorFlow {kind}. Use add_weight, or "
                     "keras.random.SeedGenerator."
                 )
+
+
+def place_of_host(restored: Restored, hosts: Hosts) -> Restored:
+    """What was saved at the hosts' own pace, with the step and place of this host."""
+    places: Any = restored.program.get("places")
+    if not isinstance(places, list) or not places:
+        return restored
+    if len(places) != hosts.count and any(one != places[0] for one in places):
+        warnings.warn(
+            f"{len(places)} hosts wrote {restored.directory} at their own pace, and "
+            f"there are {hosts.count} now: all begin at the place of worker 0, so some "
+            "samples of this epoch may come twice, and others not at all.",
+            CheckpointWarning,
+            stacklevel=4,
+        )
+    own = places[hosts.rank if len(places) == hosts.count else 0]
+    program = {**restored.program, "place": own["place"]}
+    return replace(restored, step=own["step"], program=program)
 
 
 @dataclass(frozen=True)

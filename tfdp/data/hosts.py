@@ -28,12 +28,14 @@ def own_part(
     policies: str = "",
     name: str | None = None,
     record: BatchRecord | None = None,
+    *,
+    in_step: bool = True,
 ) -> tf.data.Dataset:
     """This host's rows of every global batch: rows n h // H to n (h + 1) // H of n.
 
     All hosts have the same `dataset` of global batches; see `same_batches`.
     """
-    checked = same_batches(dataset, link, policies, name, record)
+    checked = same_batches(dataset, link, policies, name, record, in_step=in_step)
     return rows_of_place(checked, link.rank, link.workers)
 
 
@@ -81,10 +83,14 @@ def _rows(part: Any, rank: int, hosts: int) -> Any:
 
 
 def until_all_end(
-    dataset: tf.data.Dataset, link: HostLink, name: str | None = None
+    dataset: tf.data.Dataset,
+    link: HostLink,
+    name: str | None = None,
+    is_in_step: Callable[[], bool] = lambda: True,
 ) -> tf.data.Dataset:
     """`dataset`, then elements without rows until every other host has ended, too.
 
+    `is_in_step`: asked at the end; without such elements where hosts are not in step.
     The hosts' datasets may differ in length. Cost: one message to the other hosts per
     element, ahead of the training steps.
     """
@@ -108,6 +114,8 @@ def until_all_end(
             link.leave_note(key, str(own_elements[key]))
             return np.array(True)
         link.leave_note(key, f"{own_elements[key]} {OVER}")
+        if not is_in_step():
+            return np.array(False)
         return np.array(_others_have(link, key, int(number)))
 
     def goes_on(number: tf.Tensor, element: tuple[Any, Any]) -> tf.Tensor:

@@ -45,6 +45,8 @@ def same_batches(
     policies: str,
     name: str | None = None,
     record: BatchRecord | None = None,
+    *,
+    in_step: bool = True,
 ) -> tf.data.Dataset:
     """`dataset`; a `CollectiveError` on all hosts when it is read and the hosts differ.
 
@@ -54,6 +56,7 @@ def same_batches(
       policies: the model's dtype policies; the same on all hosts.
       name: the dataset's name, the same on all hosts; None: the next one.
       record: collects the checksum of each batch; None: only first batches have one.
+      in_step: whether hosts begin each pass together; else they compare later only.
 
     Cost: one message to the other hosts per iterator; with `record`, or if a host has
     no known number of batches, a Python call per batch, and then a message at the end.
@@ -65,6 +68,7 @@ def same_batches(
         policies,
         name or new_dataset_name(),
         record,
+        in_step,
     )
     sees_all = length == UNKNOWN or record is not None
     spec = dataset.element_spec
@@ -165,7 +169,9 @@ class _Comparison:
         policies: str,
         name: str,
         record: BatchRecord | None,
+        in_step: bool,
     ):
+        self._in_step = in_step
         self._link, self._length, self._policies = link, length, policies
         self._name, self.record = name, record
         self._iterators = itertools.count()
@@ -198,7 +204,9 @@ class _Comparison:
     ) -> np.int64:
         if place < 0:
             place = next(self._iterators)
-            self._compare_first(place, checksum.decode() if is_batch else None)
+            if self._in_step:
+                first = checksum.decode() if is_batch else None
+                self._compare_first(place, first)
         if is_batch and self.record is not None:
             self.record.note(place, checksum.decode())
         with self._lock:

@@ -39,8 +39,10 @@ from tfdp.hosts.elastic_join import (
     begin_at_worker_0,
     find_leader,
     give_state,
+    have_ended,
     receive_state,
     wait_for_beginners,
+    wait_for_late_hosts,
 )
 from tfdp.hosts.elastic_membership import ElasticListener, LeftOutError, Members, Peer
 from tfdp.hosts.elastic_transfers import try_dial
@@ -104,6 +106,7 @@ class ElasticHosts:
             threading.Condition(),
         )
         self._to_give: list[Peer] = []
+        self._had_state = False  # before it was left out
         self._quorum: QuorumRounds | None = None
         self._quorum_rules: QuorumRules | None = None
         #: Updates that this host left out; see `meet_quorum`.
@@ -177,6 +180,8 @@ class ElasticHosts:
         peers, self._to_give = self._to_give, []
         if peers:
             admit = None if self._quorum is None else self._quorum.admit
+            if self.is_over:
+                admit = self._group.admit
             give_state(self._group, peers, mine, self._say, admit)
         return mine
 
@@ -190,6 +195,8 @@ class ElasticHosts:
         Cost: n bytes to the leader and n from it, for each other host.
         """
         group = self._group
+        if self.is_over:
+            return [np.asarray(array) for array in arrays], LEFT_OUT
         before = group.view.members
         group.view.at = update
         try:
@@ -203,6 +210,7 @@ class ElasticHosts:
         finally:
             group.view.at = None
         self._to_give = all_reduce.joiners
+        group.view.made = update
         if group.view.members != before:
             ranks = ", ".join(map(str, group.view.members))
             self._about(update)(f"members are now workers {ranks}")
@@ -242,18 +250,22 @@ class ElasticHosts:
         group, quorum = self._group, self._quorum
         if quorum is None:
             raise RuntimeError("begin_quorum was not called")
+        no_rounds = [np.zeros((0, *a.shape), a.dtype) for a in arrays]
+        if self.is_over:
+            return no_rounds, MET, 0
         group.view.at = update
         try:
             rounds, skipped = quorum.meet(update, weight, arrays)
         except LeftOutError:
             quorum.disconnect()
             self._leave_group(update)
-            return [np.zeros((0, *a.shape), a.dtype) for a in arrays], LEFT_OUT, 0
+            return no_rounds, LEFT_OUT, 0
         finally:
             group.view.at = None
         if quorum.leader == self.rank and not self._to_give:
             with group.changed:
                 self._to_give = group.listener.take_joiners()
+        group.view.made = rounds[-1].update
         self.skipped_updates += skipped
         outcome = GIVES if self._to_give else MET
         means = zip(*(one.means for one in rounds), strict=True)
@@ -270,6 +282,7 @@ class ElasticHosts:
             "the others have gone on without this one; it joins again with their state"
         )
         self._about(update)(line)
+        self._had_state = True
         with group.changed:
             group.view.is_in = group.view.is_excluded = False
             for peer in group.listener.take_joiners():
@@ -293,6 +306,8 @@ class ElasticHosts:
                         f"{members}"
                     )
                     return state
+            elif self._had_state and group.min_hosts == 1 and have_ended(group):
+                return self._go_on_alone(arrays)
             if time.monotonic() >= deadline:
                 raise WorkerLostError(
                     f"Worker {self.rank} found no training host to take the state from "
@@ -300,6 +315,48 @@ class ElasticHosts:
                 )
             time.sleep(RETRY_SECONDS)
         raise WorkerLostError(f"Worker {self.rank} was closed while it waited.")
+
+    def _go_on_alone(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
+        """Keeps this host's own state, the newest that is left."""
+        group, view = self._group, self._group.view
+        with group.changed:
+            view.members, view.done = (self.rank,), view.made
+            view.is_in, view.is_excluded = True, False
+        if self._quorum is not None:
+            self._quorum.joined(self.rank)
+        self._say(f"worker {self.rank}: all others have ended; it goes on alone")
+        return arrays
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this `fit` is to end: its state is that of a host that has ended."""
+        return self._group.view.is_over
+
+    def begin_fit(self) -> None:
+        self._group.view.is_over = False
+
+    def end_fit(self, exchange: Callable[[], None]) -> None:
+        """Lets hosts end `fit` with one state, as far as they are alive.
+
+        Args:
+          exchange: calls `exchange_state` with this host's state.
+        """
+        group = self._group
+        if group.view.is_excluded:
+            self._leave_group(group.view.made)
+        if not group.view.is_in:
+            if find_leader(group) is None:
+                return
+            exchange()
+        group.view.is_over = True
+
+        def give() -> None:
+            with group.changed:
+                self._to_give += group.listener.take_joiners()
+            if self._to_give:
+                exchange()
+
+        wait_for_late_hosts(group, give)
 
     def _look_for_worker_0(self) -> None:
         """While this host leads without worker 0: looks for a restarted worker 0."""

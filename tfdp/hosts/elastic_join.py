@@ -8,7 +8,9 @@ and it joins that group. Returning hosts get the group's addresses there.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import secrets
@@ -34,7 +36,7 @@ from tfdp.hosts.elastic_transfers import (
     send_and_close,
     try_dial,
 )
-from tfdp.hosts.elastic_view import parse_answer, parse_place
+from tfdp.hosts.elastic_view import Answer, parse_answer, parse_place
 from tfdp.hosts.host_link import Arrays
 from tfdp.hosts.listener import listen, local_address
 from tfdp.hosts.messages import (
@@ -212,6 +214,16 @@ def _request_group(group: Members, hello: Any, deadline: float) -> list[int]:
     return [checked_integer(part, 0, MOST_SEED) for part in seed]
 
 
+def have_ended(group: Members) -> bool:
+    """Whether the processes of all other hosts have ended."""
+    for rank in range(group.workers):
+        with contextlib.suppress(ConnectionRefusedError):
+            if rank != group.rank:
+                group.query(rank)
+                return False
+    return True
+
+
 def find_leader(group: Members) -> int | None:
     """The leader according to a member of the group, or None; updates addresses."""
     with group.changed:
@@ -267,7 +279,7 @@ def receive_state(
         group.adopt(message)
         with group.changed:
             group.view.is_in, group.view.is_excluded = True, False
-            group.view.place = place
+            group.view.place, group.view.made = place, group.view.done
         wire.send_line({"in": group.view.epoch})
     finally:
         wire.close()
@@ -366,3 +378,47 @@ def _give_one(
         say(f"worker {rank} did not receive the state: {error}")
     finally:
         wire.close()
+
+
+def wait_for_late_hosts(group: Members, give: Callable[[], None]) -> None:
+    """At the end of `fit`: waits until each live host has made this host's updates.
+
+    Meanwhile `give` gives the state to hosts that join. Ends as soon as another host
+    goes on, which gives it then, and after `timeout_seconds` at the latest.
+    """
+    answers: dict[int, Answer] = {}
+    deadline = time.monotonic() + group.timeout_seconds
+
+    def look(rank: int) -> bool:
+        answer = group.query(rank)
+        if answer is not None:
+            answers[rank] = answer
+        elif rank not in group.view.members:
+            raise PeerLostError(rank, "the group has lost it before")
+        return answer is not None
+
+    waits_for = {
+        rank: FailureDetector(
+            rank, group.silence_seconds, functools.partial(look, rank)
+        )
+        for rank in set(range(group.workers)) - {group.rank}
+    }
+    while waits_for and time.monotonic() < deadline:
+        for rank, detector in list(waits_for.items()):
+            try:
+                detector.check()
+            except PeerLostError:
+                del waits_for[rank]
+                group.drop(rank)
+        found = [answers[rank] for rank in waits_for if rank in answers]
+        made = group.view.made
+        if any(max(one.made, one.at or 0) > made for one in found if one.is_in):
+            return
+        for rank in waits_for:
+            if rank in answers and not answers[rank].is_in:
+                group.drop(rank)  # the leader is among those that have the state
+        are_all_here = all(one.is_in and one.made == made for one in found)
+        if are_all_here and len(found) == len(waits_for):
+            return
+        give()
+        time.sleep(RETRY_SECONDS)

@@ -163,7 +163,15 @@ class Members:
             "addresses": view.as_json()["addresses"],
             "done": view.done,
             "place": list(view.place),
+            "is_over": view.is_over,
         }
+
+    def admit(self, peer: Peer) -> None:
+        """Makes a host that has the state a member."""
+        with self.changed:
+            view, rank = self.view, peer.hello.rank
+            view.addresses[rank] = peer.address
+            view.members = tuple(sorted({*view.members, rank}))
 
     def adopt(self, message: Mapping[str, Any]) -> None:
         """Takes over another host's agreement; raises ValueError if it is invalid."""
@@ -172,6 +180,7 @@ class Members:
         members = parse_members(message.get("members"), self.workers)
         addresses = parse_addresses(message.get("addresses"), self.workers)
         self.take_over(epoch, done, members, addresses)
+        self.view.is_over = self.view.is_over or message.get("is_over") is True
 
     def take_over(
         self,

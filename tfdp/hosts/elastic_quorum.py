@@ -87,7 +87,6 @@ class QuorumRounds:
         self._named_leader: int | None = None  # until the next agreement
         self._watched: set[int] = set()
         self._failure: str | None = None
-        self._served: dict[int, int] = {}  # by rank: the last round that it has
         self._decided_at, self._round_seconds = time.monotonic(), float("inf")
         # Of the leader's thread:
         self._is_confirmed = False
@@ -213,11 +212,9 @@ class QuorumRounds:
     def admit(self, peer: Peer) -> None:
         """Called on the leader when a joining host has the state: it may come now. The
         others learn of it by the next agreement, which may make it the leader."""
-        group = self._group
-        with group.changed:
+        with self._group.changed:
             self._named_leader = self.leader
-            group.view.addresses[peer.hello.rank] = peer.address
-            group.view.members = tuple(sorted({*group.view.members, peer.hello.rank}))
+            self._group.admit(peer)
 
     def disconnect(self) -> None:
         if self._wire is not None:
@@ -225,20 +222,8 @@ class QuorumRounds:
             self._wire = None
 
     def close(self) -> None:
-        """Ends; the leader waits `silence_seconds` for members that lack a round."""
-        until = time.monotonic() + self._group.silence_seconds
-        while self._is_needed() and time.monotonic() < until:
-            time.sleep(POLL_SECONDS)
         self._ended.set()
         self.disconnect()
-
-    def _is_needed(self) -> bool:
-        group = self._group
-        with group.changed:
-            view = group.view
-            lack = [r for r in view.members if self._served.get(r, 0) < view.done]
-            leads = view.is_in and not view.is_excluded and self.leader == group.rank
-            return bool(leads and set(lack) - {group.rank})
 
     # The leader, and what any host has of earlier rounds.
 
@@ -278,7 +263,7 @@ class QuorumRounds:
                 message = wire.receive_line()
                 if "since" in message:
                     since = checked_integer(message["since"], 0, MOST_COUNT)
-                    self._send(wire, peer.hello.rank, *self._rounds_since(since))
+                    self._send(wire, *self._rounds_since(since))
                     continue
                 update = checked_integer(message.get("update"), 1, MOST_COUNT)
                 weight = message.get("weight")
@@ -288,7 +273,7 @@ class QuorumRounds:
                 wire.fill(arrays)
                 brought = Contribution(update, float(weight), arrays)
                 rank = peer.hello.rank
-                self._send(wire, rank, *self._contribute(rank, brought))
+                self._send(wire, *self._contribute(rank, brought))
         except LeftOutError:
             reason = {"left_out": True}
         except WorkerLostError as error:
@@ -325,7 +310,6 @@ class QuorumRounds:
     def _send(
         self,
         wire: Watched,
-        rank: int,
         rounds: list[Round],
         part: float,
         agreement: Mapping,
@@ -334,8 +318,6 @@ class QuorumRounds:
         wire.send_line({**agreement, "rounds": pairs, "part": part})
         for one in rounds:
             wire.send(*one.means)
-        with self._group.changed:
-            self._served[rank] = rounds[-1].update
 
     def _rounds_since(self, since: int) -> tuple[list[Round], float, dict[str, Any]]:
         """All rounds after update `since`; LeftOutError if one of them is gone."""

@@ -38,6 +38,7 @@ class Answer:
     # Where the hosts listen.
     addresses: Mapping[int, Address] = dataclasses.field(default_factory=dict)
     place: tuple[int, int] = (0, 0)  # its epoch of `fit` and batch, from 0
+    made: int = 0  # the update that its own training has come to
 
     @property
     def leader(self) -> int | None:
@@ -52,6 +53,7 @@ class View(Answer):
     _: dataclasses.KW_ONLY
     rank: int
     is_excluded: bool = False  # reported by another host
+    is_over: bool = False  # the training of this `fit`, here or where the state is from
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -59,6 +61,7 @@ class View(Answer):
             "is_in": self.is_in and not self.is_excluded,
             "epoch": self.epoch,
             "done": self.done,
+            "made": self.made,
             "at": self.at,
             "members": list(self.members),
             "addresses": {str(rank): list(at) for rank, at in self.addresses.items()},
@@ -77,6 +80,7 @@ def parse_answer(message: Mapping[str, Any], workers: int) -> Answer:
         is_in=message.get("is_in") is True,
         epoch=checked_integer(message.get("epoch"), 0, MOST_COUNT),
         done=checked_integer(message.get("done"), 0, MOST_COUNT),
+        made=checked_integer(message.get("made"), 0, MOST_COUNT),
         at=None if at is None else checked_integer(at, 0, MOST_COUNT),
         members=parse_members(message.get("members"), workers),
         addresses=parse_addresses(message.get("addresses"), workers),

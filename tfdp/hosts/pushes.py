@@ -47,6 +47,8 @@ from tfdp.hosts.worker_names import name_workers
 from tfdp.plan.shards import ShardLayout
 
 MOST_COUNT = 2**62
+#: Where hosts meet to save, wherever another one waits.
+SAVE = "save"
 POLL_SECONDS = 0.05
 
 
@@ -453,10 +455,12 @@ class PushLink:
 
     # Where all hosts meet.
 
-    def meet(self, where: str) -> None:
+    def meet(self, where: str, poll: Callable[[], None] = lambda: None) -> bool:
         """Waits until all hosts are here, and so all pushes are applied.
 
-        Raises WorkerLostError when one is dead, or has neither come nor pushed for
+        Calls `poll` again and again. Returns whether another host is there to save
+        (`SAVE`), and this one elsewhere: it saves, too, and comes again. Raises
+        WorkerLostError when one is dead, or has neither come nor pushed for
         `timeout_seconds`, naming it; CollectiveError when hosts meet elsewhere.
         """
         link, everyone = self._link, self._link.workers
@@ -476,6 +480,7 @@ class PushLink:
         while not all_here.wait(POLL_SECONDS) or self._failure:
             now, reason = time.monotonic(), self._failure or link.news()
             missing = sorted(set(range(everyone)) - notes.keys())
+            poll()
             if seen != self._owner.version:
                 seen, since = self._owner.version, now
             if reason is None and now - since > link.timeout_seconds:
@@ -485,12 +490,15 @@ class PushLink:
             if now > notice:
                 log_waiting(link.rank, NOTICE_SECONDS, f"the {where}", missing)
                 notice = math.inf
+        if SAVE in notes.values():
+            return where != SAVE
         if len(set(notes.values())) > 1:
             places = "; ".join(f"worker {r} at the {notes[r]}" for r in sorted(notes))
             raise CollectiveError(
                 f"Workers meet at different places: {places}. All must call fit, "
                 "evaluate, predict and checkpoints after the same steps."
             )
+        return False
 
     def close(self) -> None:
         """Ends all connections."""

@@ -198,6 +198,8 @@ class DistributedOptimizer(hooks.LossScaleHooks):
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
         if self._rounds is None or self._rounds.have_synchronized():
             super().finalize_variable_values(var_list)
+        if self._rounds is not None:  # Keras calls this at the end of `fit`
+            self._rounds.end_fit()
 
     def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
         """Scales the loss before the gradient is taken; `apply` divides."""

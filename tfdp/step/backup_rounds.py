@@ -50,6 +50,8 @@ class BackupRounds(LocalTraining):
       updates: counts the sums that were applied, equal on all replicas.
     """
 
+    _elastic: ElasticRounds
+
     def __init__(
         self,
         sync: BackupWorkers,

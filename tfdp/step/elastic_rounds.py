@@ -62,6 +62,15 @@ class ElasticRounds:
         with tf.device(self._devices[0]):
             tf.cond(self._exchanges, exchange, lambda: tf.constant(False))
 
+    def end_fit(self) -> None:
+        """At the end of `fit`: late hosts take this host's state, or it theirs."""
+
+        def exchange() -> None:
+            self._exchanges.assign(True)
+            self.before_step()
+
+        self._pipeline.hosts.end_fit(exchange)
+
     def note_rows(self, rows: tf.Tensor) -> None:
         """Before a step, outside of replicas: how many rows this host reads."""
 

@@ -80,7 +80,6 @@ class Rounds(LocalTraining):
         self._in_flight: list[AsyncMeans] = []
         if self._overlap_steps:
             self._make_room(strategy)
-        #: Elastic training: hosts may die and rejoin; else None.
         self._elastic = elastic_rounds(sync, strategy, self._state_of_host)
         if isinstance(sync, DiLoCo) and sync.quorum is not None:
             from tfdp.step.quorum_rounds import quorum_rounds

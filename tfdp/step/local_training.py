@@ -13,6 +13,7 @@ from tfdp.chain.reduction import Reduction, Stage, reduce
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.compressed import CompressedSums
 from tfdp.exchange.reducer import Reducer
+from tfdp.step.elastic_rounds import ElasticRounds
 from tfdp.step.local_values import LocalValues
 from tfdp.tracing.run import Step
 from tfdp.variables.local_view import LocalView
@@ -27,6 +28,8 @@ class LocalTraining(Stage):
     """
 
     compressed: CompressedSums | None = None
+    #: Elastic training: hosts may die and rejoin; else None.
+    _elastic: ElasticRounds | None = None
 
     def __init__(
         self, strategy: tf.distribute.Strategy, group_size: int, optimizer: Optimizer
@@ -119,6 +122,11 @@ class LocalTraining(Stage):
 
     def end_epoch(self) -> None:
         """Called after the steps of an epoch of any model."""
+
+    def end_fit(self) -> None:
+        """Called when a `fit` has made its last step and no error."""
+        if self._elastic is not None:
+            self._elastic.end_fit()
 
     def make_equal(self) -> None:
         """Between steps, on all hosts: gives all hosts the same weights."""

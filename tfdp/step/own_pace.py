@@ -72,6 +72,9 @@ class OwnPace(LocalTraining):
         self._counters: list[LocalView] = []
         #: By staleness, the updates of all owners up to the last meeting.
         self.staleness: dict[int, int] = {}
+        #: Saves where another host wants to, and is called while this one waits.
+        self.save: Callable[[], None] = _nothing
+        self.poll: Callable[[], None] = _nothing
         #: By replica, while a step is traced: the version, and the weights.
         self._pulled: dict[int, list[tf.Tensor]] = {}
         call_at_loops(self)
@@ -203,15 +206,21 @@ class OwnPace(LocalTraining):
             self._meet("end of an epoch")
             self._is_open = False
 
-    def make_equal(self) -> None:
+    def make_equal(self, where: str = "look at the weights within an epoch") -> None:
         if self._is_open:
-            self._meet("look at the weights within an epoch")
+            self._meet(where)
             self._pushes.begin()  # type: ignore[union-attr]
 
     def _meet(self, where: str) -> None:
         """Waits for all hosts, and gives them the same state."""
+        while self._pushes.meet(where, self.poll):  # type: ignore[union-attr]
+            self._share_state()
+            self._pushes.begin()  # type: ignore[union-attr]
+            self.save()
+        self._share_state()
+
+    def _share_state(self) -> None:
         owner = self._owner
-        self._pushes.meet(where)  # type: ignore[union-attr]
         told = self._gather_numbers()
         versions = [one["version"] for one in told]
         if len(set(versions)) > 1:
@@ -269,6 +278,10 @@ class WatchedValues(LocalValues):
     def note_change(self, rank: int | None = None) -> None:
         self.were_assigned = True
         super().note_change(rank)
+
+
+def _nothing() -> None:
+    """In the place of a callback that saves."""
 
 
 def _is_rows(gradient: Any) -> bool:

@@ -89,12 +89,16 @@ class _FitAmongHosts:
                 first = place[0]
                 set_initial_epoch(self._model, first)
         hosts.comes_back = False
+        hosts.begin_fit()
         watch_loop(self._loop, first, self._goes_on)
 
     def _goes_on(self, epoch: int, batch: int) -> bool:
         """Called before each step; False ends the training."""
         # `fit` has read the initial epoch; Keras would keep it for every later call.
         set_initial_epoch(self._model, self._epoch_of_program)
+        if self._hosts.is_over:
+            self._model.stop_training = True
+            return False
         batches = self._loop.num_batches
         if not batches:
             return True  # unknown in the first pass over some pipelines

@@ -48,12 +48,15 @@ class HostLoops:
         self._link = link
         self._compares = compares
         self._takes_whole = strategy.balance is not None
+        #: Whether hosts read, in the loop that is about to begin, in step.
+        self._in_step = True
 
     def part_of_host(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """This host's part of `dataset`, in the loop that is about to begin."""
         fit, loop = frames.fit_of_caller(), keras_calls.loop_of_caller()
         override_callbacks(self._strategy, fit)
         link, name = self._link, new_dataset_name()
+        self._in_step = not self._trains_at_own_pace()
         if has_own_shard(keras_calls.adapter_of_caller(), link):
             if self._takes_whole:
                 raise ConfigurationError(
@@ -62,27 +65,32 @@ class HostLoops:
                     "shard_options out."
                 )
             self._join(loop, name)
-            return until_all_end(dataset, link, name)
+            return until_all_end(dataset, link, name, lambda: self._in_step)
         # Without a loop there is no moment at which hosts can compare.
         record = BatchRecord() if self._compares and loop is not None else None
         self._join(loop, name, record)
         policies = policies_of(fit["self"]) if fit is not None else ""
         if self._takes_whole:
             return with_any_length(same_batches(dataset, link, policies, name, record))
-        return own_part(dataset, link, policies, name, record)
+        return own_part(dataset, link, policies, name, record, in_step=self._in_step)
 
     def part_of_function(self, dataset: tf.data.Dataset, name: str) -> tf.data.Dataset:
         """This host's own `dataset`, continued while another host has batches."""
-        return until_all_end(dataset, self._link, name)
+        return until_all_end(dataset, self._link, name, lambda: self._in_step)
 
     def watched(self, distributed: Any, name: str) -> Any:
         """`distributed`, a distributed dataset, with its later loops in step too."""
 
         def join(loop: Any) -> None:
             override_callbacks(self._strategy, frames.fit_of_caller())
+            self._in_step = not self._trains_at_own_pace()
             self._join(loop, name)
 
         return call_for_loops(distributed, join)
+
+    def _trains_at_own_pace(self) -> bool:
+        fit = frames.training_input_of_caller()
+        return fit is not None and _has_own_pace(fit["self"])
 
     def _join(self, loop: Any, dataset: str, record: BatchRecord | None = None) -> None:
         """Makes all hosts start `loop`, if any, over `dataset`, and run it in step.
