@@ -232,9 +232,13 @@ def local_mean(loss: tf.Tensor) -> tf.Tensor:
         loss * n_r / N      n_r: this replica's samples, N: those of all replicas
 
     The replicas' gradients are summed: the sum is then the gradient of the mean over
-    the global batch, however unevenly it is split. Outside a tfdp strategy, and on one
-    replica, returns the loss unchanged. A loss that is no mean over samples (Dice, a
-    root of a mean) must be computed from `all_rows`; `LocalMeanWarning` says so.
+    the global batch, however unevenly it is split. A loss that was divided p times by
+    the replica's own number of rows is scaled to one divided by that of all: times
+    (n_r / N)^(1 + p), or (n_r / N)^p if it is a Keras loss.
+
+    Outside a tfdp strategy, and on one replica, returns the loss unchanged. A loss that
+    is no mean over samples (Dice, a root of a mean) must be computed from `all_rows`;
+    `LocalMeanWarning` says so.
 
     Args:
       loss: a scalar, the mean over the samples of this replica, or any number that is

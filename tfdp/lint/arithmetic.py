@@ -95,7 +95,11 @@ def _as_count(node: Node, value: Value, place: int) -> Value:
     rest, source = node.values[1 - place], node.op.inputs[place].op
     is_cast = source.type == "Cast" and source.inputs[0].dtype.is_integer
     is_divisor = place == 1 and "Div" in node.op.type
-    if (node.rows or 0) < LEAST_ROWS or Term.ROWS in rest.terms or not (is_cast or is_divisor):
+    if (
+        (node.rows or 0) < LEAST_ROWS
+        or Term.ROWS in rest.terms
+        or not (is_cast or is_divisor)
+    ):
         return value
     count = frozenset({Term.COUNT})
     return value.but(terms=count, power=1, local=value.local | {"counts"})

@@ -13,12 +13,9 @@ from tfdp._private import names
 from tfdp._private.keras_calls import is_counted_by_keras, number_added_by_keras
 from tfdp._private.variable_hooks import checkpoint_unless_hooked
 from tfdp.errors import CheckpointWarning, ConfigurationError
+from tfdp.lint.registry import is_of_graph
 from tfdp.lint.terms import change_of, outermost, term_added_to
-from tfdp.tracing.state_checks import (
-    is_of_own_rows,
-    is_same_on_every_replica,
-    note_first_only,
-)
+from tfdp.tracing import state_checks
 from tfdp.variables.local_view import LocalView, in_replica_of
 
 # Outside replicas, state that replicas store independently reads as its mean (in files
@@ -163,7 +160,7 @@ class ReplicaMirroredVariable(PythonValue, HandleOfReplica, OwnMeans, LocalView)
             is_same = (
                 not tf.is_tensor(value)
                 or is_counted_by_keras(self)
-                or is_same_on_every_replica(run, rank, value, component)
+                or state_checks.is_same_on_every_replica(run, rank, value, component)
             )
             if not is_same:
                 value = self._of_first_replica(value, rank)
@@ -203,21 +200,18 @@ class ReplicaMirroredVariable(PythonValue, HandleOfReplica, OwnMeans, LocalView)
         """Whether a replica assigns, in a graph, a float that is not aggregated."""
         if not in_replica_of(self.distribute_strategy):
             return False
-        is_own = self.aggregation == tf.VariableAggregation.NONE
         run = self.distribute_strategy.extended.current_run
-        is_in_graph = is_own and not tf.executing_eagerly()
-        return is_in_graph and self.dtype.is_floating and not run.is_updating
+        is_own = self.aggregation == tf.VariableAggregation.NONE and not run.is_updating
+        return is_own and self.dtype.is_floating and not tf.executing_eagerly()
 
     def _added_of_own_rows(self, run: Any, rank: Any, value: Any) -> Any:
         """`value` without what a dummy row added to it, if it is a sum."""
-        is_known = isinstance(rank, int) and isinstance(value, tf.Tensor)
+        is_known = isinstance(rank, int) and is_of_graph(value)
         if not run.has_dummy_rows or not is_known:
-            return value
-        if isinstance(value, tf.__internal__.EagerTensor):
             return value
         component = self._get_replica(rank)
         added = term_added_to(outermost(component.handle), value)
-        if added is None or not is_of_own_rows(run, rank, added):
+        if added is None or not state_checks.is_of_own_rows(run, rank, added):
             return value
         return component.read_value() + run.own_part(rank, added)
 
@@ -235,7 +229,7 @@ class ReplicaMirroredVariable(PythonValue, HandleOfReplica, OwnMeans, LocalView)
         extended = self.distribute_strategy.extended
         run = extended.current_run
         if not run.is_local:
-            note_first_only(run, rank, self, value)
+            state_checks.note_first_only(run, rank, self, value)
             return extended.reducer.broadcast(value, rank)
         if run.is_updating:
             return value  # optimizer state, of which each group has its own
@@ -287,7 +281,9 @@ def _is_replicated(value: Any, variable: ReplicaMirroredVariable, rank: Any) -> 
     if isinstance(value, tf.__internal__.EagerTensor):
         return False
     run = variable.distribute_strategy.extended.current_run
-    return is_same_on_every_replica(run, rank, value, names.own_copy(variable, rank))
+    return state_checks.is_same_on_every_replica(
+        run, rank, value, names.own_copy(variable, rank)
+    )
 
 
 class ReplicaOnReadVariable(PythonValue, HandleOfReplica, names.SyncOnReadVariable):
