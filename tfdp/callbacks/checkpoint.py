@@ -47,9 +47,7 @@ from tfdp.checkpoint.hosts import Hosts, StepAgreement, hosts_of
 from tfdp.checks import is_number
 from tfdp.cluster import START_AGAIN, progress
 from tfdp.errors import CheckpointWarning, ConfigurationError, DataError
-from tfdp.hosts.pushes import SAVE
 from tfdp.step.find_optimizers import optimizers_of
-from tfdp.step.own_pace import OwnPace
 
 _fits = itertools.count()
 TIME = "time"
@@ -191,7 +189,8 @@ class Checkpoint(keras.callbacks.Callback):
         self._input = KeptInput(self._passes.adapter, self._hosts)
         # With `sync=Asynchronous()` hosts make steps, and save, at their own pace.
         trainings = [getattr(o, "rounds", None) for o in optimizers_of(self.model)]
-        paced = [one for one in trainings if isinstance(one, OwnPace)]
+        # Others have no such method; its module is loaded only where it is used.
+        paced = [one for one in trainings if hasattr(one, "make_equal_to_save")]
         self._own_pace = paced[0] if paced else None
         if self._own_pace is not None:
             self._own_pace.save = functools.partial(self._after_step, have_met=True)
@@ -309,7 +308,7 @@ class Checkpoint(keras.callbacks.Callback):
     def _after_step(self, is_now: bool = False, *, have_met: bool = False) -> None:
         reason = self._agreement.after_step(self._step)
         if reason is not None and self._own_pace is not None and not have_met:
-            self._own_pace.make_equal(SAVE)
+            self._own_pace.make_equal_to_save()
         if is_now or reason is not None:
             self._save(is_epoch_end=False)
         if reason is not None and reason != TIME:

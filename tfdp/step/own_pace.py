@@ -24,7 +24,7 @@ from tfdp.chain.reduction import Reduction
 from tfdp.errors import CollectiveError, ConfigurationError
 from tfdp.hosts.connect import job_secret
 from tfdp.hosts.messages import checked_integer, parse_object, read_as
-from tfdp.hosts.pushes import MOST_COUNT, Layouts, PushLink, Rows
+from tfdp.hosts.pushes import MOST_COUNT, SAVE, Layouts, PushLink, Rows
 from tfdp.step.find_optimizers import optimizers_of
 from tfdp.step.local_training import LocalTraining
 from tfdp.step.local_values import LocalValues
@@ -205,6 +205,10 @@ class OwnPace(LocalTraining):
         if self._is_open:
             self._meet("end of an epoch")
             self._is_open = False
+
+    def make_equal_to_save(self) -> None:
+        """`make_equal` for a save, which hosts at the end of their epoch join."""
+        self.make_equal(SAVE)
 
     def make_equal(self, where: str = "look at the weights within an epoch") -> None:
         if self._is_open:
