@@ -86,16 +86,15 @@ def from_tfds(
     builder = _find_builder(tfds, builder_or_name, data_dir, download)
     count = _count_examples(builder.info, split)
     batches_per_epoch = count_batches(count, global_batch_size, drop_remainder)
+    # An order of its own (`disable_shuffling=True`) stays if files are read in turn.
+    keeps_order = builder.info.disable_shuffling and not shuffle
     read_config = tfds.ReadConfig(
         shuffle_seed=seed,
         shuffle_reshuffle_each_iteration=True,
         # A cache would freeze the first epoch's order of files.
         try_autocache=False,
-        # The library's defaults depend on the machine's number of cores. A dataset with
-        # an order of its own (`disable_shuffling=True`) is read file by file.
-        interleave_cycle_length=(
-            1 if builder.info.disable_shuffling and not shuffle else _INTERLEAVE_FILES
-        ),
+        # The library's defaults depend on the machine's number of cores.
+        interleave_cycle_length=1 if keeps_order else _INTERLEAVE_FILES,
         enable_ordering_guard=False,
     )
     try:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp.lint.node import Node, static_axes
+from tfdp.lint.node import COUNTS, Node, static_axes
 from tfdp.lint.parts import is_by_own_place
 from tfdp.lint.values import (
     CHOSEN,
@@ -95,30 +95,23 @@ def _as_count(node: Node, value: Value, place: int) -> Value:
     rest, source = node.values[1 - place], node.op.inputs[place].op
     is_cast = source.type == "Cast" and source.inputs[0].dtype.is_integer
     is_divisor = place == 1 and "Div" in node.op.type
-    if (
-        (node.rows or 0) < LEAST_ROWS
-        or Term.ROWS in rest.terms
-        or not (is_cast or is_divisor)
-    ):
+    is_count = number >= LEAST_ROWS and (is_cast or is_divisor)
+    if not is_count or Term.ROWS in rest.terms:
         return value
     count = frozenset({Term.COUNT})
-    return value.but(terms=count, power=1, local=value.local | {"counts"})
+    return value.but(terms=count, power=1, local=value.local | COUNTS)
 
 
 def _noting_hand(node: Node, value: Value) -> Value:
-    """`value`, with `by_hand` if a factor is a multiple of the number of replicas."""
-    for place in range(2):
-        number = node.static(place)
-        if number is None or np.ndim(number) or not number or node.replicas == 1:
+    """`value`, with `by_hand` if a factor is a multiple of the number of replicas, or
+    1 divided by one."""
+    factors = [node.static(place) for place in range(2)] if node.replicas > 1 else []
+    for factor in factors:
+        if factor is None or np.ndim(factor) or not factor:
             continue
-        for factor in (float(number), 1 / float(number)):
-            if (
-                factor >= 2
-                and abs(factor / node.replicas - round(factor / node.replicas))
-                < 1e-6 * factor
-                and round(factor / node.replicas)
-            ):
-                value = value.but(by_hand=True)
+        times_replicas = max(abs(factor), 1 / abs(factor)) / node.replicas
+        if abs(times_replicas - np.round(times_replicas)) < 1e-6 * times_replicas:
+            return value.but(by_hand=True)
     return value
 
 
@@ -250,7 +243,7 @@ def reduced(
 
 def _counted(value: Value, each: int) -> Value:
     """The sum of a number over rows, which have `each` of them."""
-    local = value.local | {"counts"}
+    local = value.local | COUNTS
     if each == SELECTED:
         local, terms = local | {"rows"}, frozenset({Term.SUM})
         return value.but(terms=terms, power=0, local=local)
@@ -294,25 +287,20 @@ def along(node: Node, axis: int | None, kind: str) -> Value:
 
 def along_last(node: Node, count: int) -> list[Value]:
     """An op that combines all entries along the last `count` axes, such as `svd`."""
-    results, whole = [], unknown(node.values)
-    for output in node.op.outputs:
-        inner = [
-            (place, axis)
-            for place, value in enumerate(node.values)
-            for axis in value.axes
-            if node.rank(place) is None or axis >= node.rank(place) - count  # type: ignore[operator]
-        ]
-        result = applied([v.but(axes=()) for v in node.values], node.op.name)
-        if not inner and not any(v.axes not in ((), (0,)) for v in node.values):
-            # Axes before these are those of the result.
-            is_of_rows = any(v.axes for v in node.values) and output.shape.rank != 0
-            results.append(applied(node.values, node.op.name) if is_of_rows else result)
-        elif inner and Term.UNKNOWN not in result.terms:
-            result = result.but(terms=frozenset({Term.OTHER}), order=None)
-            results.append(result.crossed(JOINED, node.op.name))
-        else:
-            results.append(whole)
-    return results
+    outputs, name = len(node.op.outputs), node.op.name
+    is_inner = any(
+        node.rank(place) is None or axis >= node.rank(place) - count  # type: ignore[operator]
+        for place, value in enumerate(node.values)
+        for axis in value.axes
+    )
+    if is_inner:
+        result = applied([v.but(axes=(), order=None) for v in node.values], name)
+        if Term.UNKNOWN not in result.terms:
+            result = result.but(terms=frozenset({Term.OTHER})).crossed(JOINED, name)
+        return [result] * outputs
+    if any(v.axes not in ((), (0,)) for v in node.values):
+        return [unknown(node.values)] * outputs
+    return [applied(node.values, name)] * outputs  # the axes before stay
 
 
 def softmax(node: Node) -> Value:
@@ -403,8 +391,6 @@ def by_rows(node: Node, *, linear: bool, place: int = 0) -> Value | list[Value]:
     if any(v.axes not in ((), (0,)) for v in node.values):
         return unknown(node.values)
     value = node.values[place]
-    if value.axes not in ((), (0,)):
-        return unknown(node.values)
     # The first input of a transposed convolution is a shape.
     others = [v for i, v in enumerate(node.values) if i != place and (i or not place)]
     weights = [v for v in others if v.terms]

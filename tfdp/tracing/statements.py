@@ -87,14 +87,11 @@ def _with_targets(gradient: Callable[..., Any]) -> Callable[..., Any]:
         if is_in_step:
             targets = tf.nest.flatten(target, expand_composites=True)
             targets = tuple(one for one in targets if is_of_graph(one))
-            weights = tuple(
-                () if output_gradients is None else tf.nest.flatten(output_gradients)
-            )
-            if not all(map(is_of_graph, weights)) or len(weights) not in (
-                0,
-                len(targets),
-            ):
-                return result
+            weights = ()
+            if output_gradients is not None:
+                weights = tuple(tf.nest.flatten(output_gradients))
+                if not all(map(is_of_graph, weights)) or len(weights) != len(targets):
+                    return result
             by = tf.nest.flatten(sources)
             for one, source in zip(tf.nest.flatten(result), by, strict=False):
                 if one is not None and targets:
