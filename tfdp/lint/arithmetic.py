@@ -74,8 +74,8 @@ def quotient(node: Node) -> Value:
     if values is None:
         return unknown(node.values)
     one, other = values
-    divisor = node.static(1)
-    if divisor is not None and np.ndim(divisor) == 0 and one.terms & {Term.SUM}:
+    divisor = _number(node, 1)
+    if divisor is not None and one.terms & {Term.SUM}:
         if divisor in (node.rows, one.entries):
             return scaled_by_count(one.but(power=-1)).but(entries=None)
     other = _as_count(node, other, 1)
@@ -89,8 +89,8 @@ LEAST_ROWS = 4
 def _as_count(node: Node, value: Value, place: int) -> Value:
     """`value`, or the count of rows where a program wrote it as a static number: an
     integer that was cast, or a divisor of what is no row itself."""
-    number = node.static(place) if value.terms == {Term.CONSTANT} else None
-    if number is None or np.ndim(number) or number != node.rows:
+    number = _number(node, place)
+    if number is None or number != node.rows:
         return value
     rest, source = node.values[1 - place], node.op.inputs[place].op
     is_cast = source.type == "Cast" and source.inputs[0].dtype.is_integer
@@ -102,13 +102,18 @@ def _as_count(node: Node, value: Value, place: int) -> Value:
     return value.but(terms=count, power=1, local=value.local | COUNTS)
 
 
+def _number(node: Node, place: int) -> Any:
+    """An input that is one constant number; else None, without a look at what it is
+    made of: that would follow a sum of sums again at each of them."""
+    is_one = node.values[place].terms == {Term.CONSTANT} and node.rank(place) == 0
+    return node.static(place) if is_one else None
+
+
 def _noting_hand(node: Node, value: Value) -> Value:
     """`value`, with `by_hand` if a factor is a multiple of the number of replicas, or
     1 divided by one."""
-    factors = [node.static(place) for place in range(2)] if node.replicas > 1 else []
-    for factor in factors:
-        if factor is None or np.ndim(factor) or not factor:
-            continue
+    factors = [_number(node, place) for place in range(2)] if node.replicas > 1 else []
+    for factor in filter(None, factors):
         times_replicas = max(abs(factor), 1 / abs(factor)) / node.replicas
         if abs(times_replicas - np.round(times_replicas)) < 1e-6 * times_replicas:
             return value.but(by_hand=True)
@@ -117,8 +122,8 @@ def _noting_hand(node: Node, value: Value) -> Value:
 
 def _times_count(node: Node, value: Value, place: int) -> Value | None:
     """`value` times a constant that is 1 over the number of what it adds up."""
-    factor = node.static(place)
-    if factor is None or np.ndim(factor) or not value.terms & {Term.SUM, Term.MEAN}:
+    factor = _number(node, place)
+    if factor is None or not value.terms & {Term.SUM, Term.MEAN}:
         return None
     for number in (node.rows, value.entries):
         if not number or number == 1:

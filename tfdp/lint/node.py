@@ -76,18 +76,31 @@ class Node:
 
 def folded(tensor: tf.Tensor) -> Any:
     """The value of a tensor that depends on constants only, or None."""
+    return _folded(tensor, {})
+
+
+def _folded(tensor: tf.Tensor, known: dict[str, Any]) -> Any:
+    # Of sums of sums of the same number there are more ways down than tensors.
+    if tensor.name not in known:
+        known[tensor.name] = _folded_once(tensor, known)
+    return known[tensor.name]
+
+
+def _folded_once(tensor: tf.Tensor, known: dict[str, Any]) -> Any:
     found = tf.get_static_value(tensor)
     if found is not None:
         return found
     if tensor.op.type == "StridedSlice" and tensor.shape.rank == 0:  # of a shape
-        entries, place = folded(tensor.op.inputs[0]), folded(tensor.op.inputs[1])
+        entries, place = (_folded(part, known) for part in tensor.op.inputs[:2])
         is_known = entries is not None and place is not None and np.ndim(entries) == 1
         return entries[place[0]] if is_known else None
     if tensor.op.type not in FOLDS:
         return None
-    parts = [folded(part) for part in tensor.op.inputs]
-    if any(part is None for part in parts):
-        return None
+    parts = []
+    for part in tensor.op.inputs:
+        parts.append(_folded(part, known))
+        if parts[-1] is None:
+            return None
     return FOLDS[tensor.op.type](*parts)
 
 
