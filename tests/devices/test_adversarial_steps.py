@@ -60,9 +60,9 @@ CHANGES = {
     "sign": lambda x, gradient: x + 0.1 * tf.sign(gradient),  # FGSM
     "stopped": lambda x, gradient: x + tf.stop_gradient(0.1 * tf.sign(gradient)),
     "clipped": lambda x, gradient: tf.clip_by_value(x + tf.sign(gradient), -1.0, 1.0),
+    "gradient": lambda x, gradient: x + 5.0 * gradient,
 }
 OTHERS = {
-    "gradient": lambda x, gradient: x + 5.0 * gradient,
     "of all rows": lambda x, gradient: x + gradient / tf.norm(gradient),
 }
 

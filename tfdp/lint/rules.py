@@ -105,10 +105,11 @@ def read(node: Node) -> Value:
 
 
 def handle_on_cores(node: Node) -> Value:
-    """TPUReplicatedInput: one handle for the variable's copies on all cores."""
+    """TPUReplicatedInput: one handle for the variable's copies on all cores; or each
+    core's own rows or numbers, which are like those of the first."""
     output = node.op.outputs[0]
     if output.dtype != tf.resource:
-        return unknown(node.values)
+        return node.values[0]
     return REPLICATED.but(reads=frozenset({(key_of(output), SAME)}))
 
 

@@ -277,6 +277,9 @@ def times(one: Value, other: Value, op: str, *, divided: bool = False) -> Value:
     if power != 0 and result.terms & {Term.MEAN, Term.SUM}:
         result = scaled_by_count(result)
     crossing = crossing or _crossing_of_product(one, other, divided)
+    if crossing and result.target is not None and result.target.of_share:
+        # Such as gradients of a share by rows, over the norm of those of all rows.
+        return result.but(terms=frozenset({Term.MIXED}), of_share=True)
     return result.crossed(crossing, op) if crossing else result
 
 
@@ -497,7 +500,7 @@ def gradient_of(
     rows = result.but(axes=source.axes, order=source.order, each=source.each)
     if terms == {Term.SHARE} and not target.cross:
         # Of the whole loss, as on one device.
-        return rows.but(terms=frozenset({Term.ROWS}), of_share=False, target=None)
+        return rows.but(terms=frozenset({Term.ROWS}), of_share=False)
     if target.of_share:
         return rows.but(terms=frozenset({Term.MIXED}))
     power = target.power

@@ -212,6 +212,14 @@ SEAMS: tuple[Seam, ...] = (
         "statistics of a replica's own rows are documented: no warning",
     ),
     Seam(
+        "tensorflow:nn",
+        "ctc_loss",
+        "(labels, logits, label_length, logit_length, logits_time_major=True, "
+        "unique=None, blank_index=None, name=None)",
+        "always",
+        "it is known to give a loss of each row",
+    ),
+    Seam(
         "keras.layers:RNN",
         "call",
         "(self, sequences, initial_state=None, mask=None, training=False)",

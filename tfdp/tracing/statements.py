@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp.lint.registry import Gradient, is_of_graph, register
-from tfdp.lint.values import REPLICATED
+from tfdp.lint.values import FIXED, REPLICATED, Term
 from tfdp.seams.replace import replace_for_good
 from tfdp.tracing.run import current_run
 
@@ -27,6 +27,7 @@ def register_results() -> None:
     replace_for_good("tensorflow", "shape", _counting)
     replace_for_good("tensorflow", "size", _counting)
     replace_for_good("keras.layers:BatchNormalization", "call", _by_rows)
+    replace_for_good("tensorflow:nn", "ctc_loss", _of_each_row)
     replace_for_good(CONTEXT, "replica_id_in_sync_group", _as_rank)
 
 
@@ -70,6 +71,21 @@ def _by_rows(call: Callable[..., Any]) -> Callable[..., Any]:
         return outputs
 
     return registered_call
+
+
+def _of_each_row(ctc_loss: Callable[..., Any]) -> Callable[..., Any]:
+    """A loss of each row, which TensorFlow scatters over times and labels."""
+
+    @functools.wraps(ctc_loss)
+    def registered_loss(labels: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
+        losses, found = ctc_loss(labels, logits, *args, **kwargs), current_run()
+        if found is not None and is_of_graph(losses) and is_of_graph(logits):
+            value = found[0].analysis(found[1]).value(logits)
+            if Term.ROWS in value.terms:
+                register(losses, value.but(axes=(0,), each=FIXED, per_row=1))
+        return losses
+
+    return registered_loss
 
 
 def _with_targets(gradient: Callable[..., Any]) -> Callable[..., Any]:
