@@ -73,13 +73,16 @@ def _mapped(
 def _rows(part: Any, rank: int, hosts: int) -> Any:
     if not has_rows(part):
         return part
-    rows = length_of(part)
-    taken = rows_between(part, rows * rank // hosts, rows * (rank + 1) // hosts)
+    taken = rows_between(part, *bounds_of_host(length_of(part), rank, hosts))
     if isinstance(part, tf.Tensor) and part.shape[0] is not None:
-        rows = part.shape[0]
-        own = rows * (rank + 1) // hosts - rows * rank // hosts
-        taken.set_shape([own, *part.shape[1:]])
+        begin, end = bounds_of_host(part.shape[0], rank, hosts)
+        taken.set_shape([end - begin, *part.shape[1:]])
     return taken
+
+
+def bounds_of_host(rows: Any, rank: int, hosts: int) -> tuple[Any, Any]:
+    """The first of a batch's `rows` that host `rank` takes, and the one after them."""
+    return rows * rank // hosts, rows * (rank + 1) // hosts
 
 
 def until_all_end(

@@ -105,13 +105,6 @@ SUM_FIRST = (
 )
 
 
-def check_no_row_state(model: Any) -> None:
-    """Raises ConfigurationError for recurrent layers with `stateful=True`."""
-    for layer in layers_within(model) if isinstance(model, keras.Model) else ():
-        if isinstance(layer, keras.layers.RNN) and layer.stateful:
-            _refuse_row_state(layer)
-
-
 def _refuse_row_state(layer: keras.layers.RNN) -> None:
     raise ConfigurationError(
         f"The layer {layer.name!r} has stateful=True: it stores a state for each row "
@@ -123,8 +116,7 @@ def _refuse_row_state(layer: keras.layers.RNN) -> None:
 
 
 def _without_row_state(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A recurrent layer's `call`, for `predict` and for loops, whose model is unknown
-    before they call it."""
+    """A recurrent layer's `call`, which refuses `stateful=True` on several replicas."""
 
     @functools.wraps(call)
     def checked_call(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -7,6 +7,7 @@ import weakref
 from typing import Any
 
 from tfdp._private import frames
+from tfdp.data.hosts import bounds_of_host
 from tfdp.data.padding import stated_batch_rows
 from tfdp.errors import DeviceWarning
 from tfdp.strategies.in_words import is_without_fit_message
@@ -22,7 +23,8 @@ def idle_ranks(rows: int, hosts: int, replicas: int) -> list[int]:
     """
     idle: list[int] = []
     for host in range(hosts):
-        own = rows * (host + 1) // hosts - rows * host // hosts
+        begin, end = bounds_of_host(rows, host, hosts)
+        own = end - begin
         working = -(-own // max(1, -(-own // replicas)))
         idle += range(host * replicas + working, (host + 1) * replicas)
     return idle

@@ -36,7 +36,6 @@ from tfdp.errors import (
 from tfdp.plan.communication import IdleOptions
 from tfdp.plan.shards import Sharding
 from tfdp.step import build, distillation  # noqa: F401 (replace methods of Keras)
-from tfdp.step.buffer_synchronization import check_no_row_state
 from tfdp.step.call import StepCall
 from tfdp.step.find_optimizers import optimizers_of
 from tfdp.step.jit import take_over_jit
@@ -226,8 +225,6 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
     def _adopt_and_check(self, model: Any, optimizers: list[Any]) -> None:
         adopt_state(model, optimizers, self)
         scope.check_model(model, optimizers, self)
-        if self._replicas > 1:
-            check_no_row_state(model)
 
     def reduce(self, reduce_op: Any, value: Any, axis: int | None = None) -> Any:
         """Reduces `value` across replicas; see `tf.distribute.Strategy.reduce`.
