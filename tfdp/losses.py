@@ -2,7 +2,7 @@
 
 Keras losses state it themselves. A custom `train_step`, or a loss function that returns
 a scalar, does not; `local_mean` and `local_sum` do. A loss with interacting rows is
-neither: compute it from `all_rows`.
+neither: compute it from `all_rows`, or from sums by `all_sum`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tfdp.tracing.loss_checks import count_power, is_share, warn_about_loss
 from tfdp.tracing.loss_shares import Standing
 from tfdp.tracing.run import current_run
 
-__all__ = ["all_rows", "local_mean", "local_sum", "own_rows"]
+__all__ = ["all_rows", "all_sum", "local_mean", "local_sum", "own_rows"]
 
 
 def __dir__() -> list[str]:
@@ -76,13 +76,56 @@ def all_rows(x: Any) -> Any:
 
     Source: T. Chen et al., 2020 (SimCLR), section 2.2.
     """
-    _refuse_without_rows(
-        "all_rows",
-        x,
-        "for a number use get_replica_context().all_reduce of tf.distribute",
-    )
+    _refuse_without_rows("all_rows", x, "for a number use tfdp.losses.all_sum")
     context = _replicas_in_sync("all_rows")
     return x if context is None else _gathered("all_rows", context, x)
+
+
+def all_sum(values: Any) -> Any:
+    """The sums of numbers over all replicas, the same on each.
+
+        x_0 + x_1 + ... + x_(R-1)        x_r: the value on replica r, of one shape
+
+    For numbers that depend on all rows of the batch and are sums of its parts: counts,
+    sums over rows, losses and gradients of `local_mean`. It has a gradient.
+
+    Args:
+      values: a number or a tensor, of the same shape on all replicas, or a structure
+        of them.
+
+    Returns:
+      The same structure. Outside replicas, as while Keras infers a layer's shapes, on
+      one replica and under the default strategy: `values` itself.
+
+    Raises:
+      ConfigurationError: where XLA compiles a replica, as `all_rows`.
+      CollectiveError: in a loop of the step, or in `tf.vectorized_map`; or in a branch
+        that each replica takes or not by its own rows.
+
+    Cost: one all-reduce of the values' bytes, and one in the gradient.
+
+    Example, a layer that subtracts the mean over the rows of the whole batch:
+
+    ```python
+    import keras
+    import tfdp
+
+    class Center(keras.layers.Layer):
+        def call(self, x):
+            rows = keras.ops.cast(keras.ops.shape(x)[0], x.dtype)
+            total, count = tfdp.losses.all_sum([keras.ops.sum(x, axis=0), rows])
+            return x - total / count
+
+    model = keras.Sequential([keras.Input((4,)), Center(), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", jit_compile=False)
+    ```
+
+    Source: the SUM all-reduce of MPI (MPI_Allreduce).
+    """
+    context = _replicas_in_sync("all_sum")
+    if context is None:
+        return values
+    return context.all_reduce(tf.distribute.ReduceOp.SUM, values)
 
 
 def own_rows(values: Any, like: Any) -> Any:

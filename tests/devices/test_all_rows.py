@@ -9,7 +9,7 @@ import tfdp
 from tests.support.parity import classification_data, largest_difference, make_strategy
 from tests.support.replica_steps import replica_function
 from tfdp.errors import ConfigurationError
-from tfdp.losses import all_rows, local_mean
+from tfdp.losses import all_rows, all_sum, local_mean
 
 ops = keras.ops
 
@@ -158,3 +158,31 @@ def test_replicas_that_train_apart_refuse_it():
 def test_a_compiled_replica_refuses_it():
     with pytest.raises(ConfigurationError, match="jit_compile=False"):
         trained(make_strategy(2), dice, 24, jit_compile=True)
+
+
+class Center(keras.layers.Layer):
+    """Rows minus the mean of all rows, by sums and a count."""
+
+    def call(self, x):
+        rows = ops.cast(ops.shape(x)[0], x.dtype)
+        total, count = all_sum([ops.sum(x, axis=0), rows])
+        return x - total / count
+
+
+@pytest.mark.parametrize("is_eager", [False, True], ids=["graph", "eager"])
+@pytest.mark.parametrize("samples", [48, 37], ids=lambda n: f"{n} rows")
+def test_a_layer_that_sums_over_replicas_is_one_devices(samples, is_eager):
+    """Keras calls the layer outside of replicas too, to infer its shapes. Of 37 rows in
+    batches of 12 one is left: two of three replicas have none."""
+    x, y = classification_data(samples=samples)
+    models = []
+    for strategy in (tf.distribute.get_strategy(), make_strategy(3)):
+        with strategy.scope():
+            keras.utils.set_random_seed(3)
+            layers = [keras.layers.Dense(7, "tanh"), Center(), keras.layers.Dense(5)]
+            models.append(keras.Sequential([keras.Input((12,)), *layers]))
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            models[-1].compile("sgd", loss, jit_compile=False, run_eagerly=is_eager)
+        models[-1].fit(x, y, batch_size=12, epochs=2, shuffle=False, verbose=0)
+    # 8 updates by 0.01 of gradients of at most a few units, in float32.
+    assert largest_difference(*models) < 1e-6

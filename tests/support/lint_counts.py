@@ -285,7 +285,7 @@ def polyak(self, data):
     return {"loss": loss}
 
 
-add("rate from the loss", "warn", with_step(polyak), "all_reduce")
+add("rate from the loss", "warn", with_step(polyak), "all_sum")
 
 
 def weighted_by_python(model, x, y, p):

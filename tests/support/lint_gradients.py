@@ -135,14 +135,14 @@ def sign_of_all(gradients, weights):
 
 
 for _name, _change in GRADIENTS.items():
-    _fix = "num_replicas" if _name in ("decay", "noise") else "all_reduce"
+    _fix = "num_replicas" if _name in ("decay", "noise") else "all_sum"
     add(f"gradients: {_name}", "warn", changed(_change), _fix)
 add(
     # The optimizer adds up what is a sum over the replicas already.
     "gradients: sums, clipped",
     "told",
     changed(lambda gradients, weights: clipped(summed(gradients), weights)),
-    "all_reduce",
+    "all_sum",
 )
 for _name, _change in {
     "global norm, fixed": clipped_by_all,
@@ -176,7 +176,7 @@ def two_tasks(self, data):
     return {"total": first + second}
 
 
-add("gradients: of two tasks", "warn", with_step(two_tasks), "all_reduce")
+add("gradients: of two tasks", "warn", with_step(two_tasks), "all_sum")
 
 
 # What a step returns.
@@ -220,7 +220,7 @@ RETURNED = {
     "norm": (
         "warn",
         with_norm(lambda gradients: gradients),
-        "^(?!.*returned a loss).*all_reduce",  # it is none
+        "^(?!.*returned a loss).*all_sum",  # it is none
     ),
     "norm, fixed": ("exact", with_norm(summed), None),
     "iterations": (
@@ -237,7 +237,7 @@ RETURNED = {
     "perplexity": (
         "told",
         with_step(with_reports(lambda model, loss, p: tf.exp(loss))),
-        "all_reduce",
+        "all_sum",
     ),
     "perplexity, fixed": (
         "exact",
@@ -247,7 +247,7 @@ RETURNED = {
     "largest": (
         "warn",
         with_step(with_reports(lambda model, loss, p: tf.reduce_max(p))),
-        "all_rows|all_reduce",
+        "all_rows|all_sum",
     ),
     "mean of predictions": (
         "exact",

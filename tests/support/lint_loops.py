@@ -195,13 +195,13 @@ WRONG = {
         "local_mean|scale_regularization",
     ),
     "model.losses": (Loop(with_losses(lambda x: x)), "local_mean|scale_regularization"),
-    "global norm": (Loop(keras_loss, change=clipped), "all_reduce"),
+    "global norm": (Loop(keras_loss, change=clipped), "all_sum"),
     "decay": (
         Loop(keras_loss, change=decayed),
-        "local_mean|weight_decay|all_reduce",
+        "local_mean|weight_decay|all_sum",
     ),
     "dice": (Loop(dice(lambda x: x)), "all_rows"),
-    "positives": (Loop(positives(lambda n: n), **ANCHORS), "all_reduce|all_rows"),
+    "positives": (Loop(positives(lambda n: n), **ANCHORS), "all_sum|all_rows"),
     "contrast": (Loop(contrast(symmetric_contrast)), "all_rows"),
 }
 RIGHT = {
@@ -258,5 +258,5 @@ add(
     "loop: metric of the loss",
     "told",
     Loop(keras_loss, counted=lambda y, p, loss: loss),
-    "all_reduce|rows",
+    "all_sum|rows",
 )

@@ -189,7 +189,7 @@ COMPUTED = {
     "weights normalised": (
         "warn",
         with_compute_loss(normalised_weights(lambda x: x)),
-        "all_reduce|all_rows",
+        "all_sum|all_rows",
     ),
     "weights normalised, fixed": (
         "exact",
@@ -198,7 +198,7 @@ COMPUTED = {
     ),
     "two Keras losses": ("exact", with_compute_loss(two_objects, None), None),
     "mean of chosen rows": ("exact", with_compute_loss(masked, None), None),
-    "detector": ("warn", detection(lambda count: count), "all_reduce|all_rows"),
+    "detector": ("warn", detection(lambda count: count), "all_sum|all_rows"),
     "detector, fixed": ("exact", detection(summed), None),
 }
 for _name, (_kind, _run, _fix) in COMPUTED.items():

@@ -259,7 +259,7 @@ OWN = {
     "mean by hand, fixed": ("exact", own_loss(mean_by_hand(local_mean)), None),
     "sum said": ("exact", own_loss(lambda m, x, y: local_sum(sum_by_hand(m, x, y)))),
     "sum": ("exact", own_loss(sum_by_hand, returned=False)),
-    "sum returned": ("told", own_loss(sum_by_hand), "local_sum|all_reduce"),
+    "sum returned": ("told", own_loss(sum_by_hand), "local_sum|all_sum"),
     "mean in a cond": (
         "warn",
         own_loss(curriculum),
@@ -299,7 +299,7 @@ OWN = {
     "inputs standardised": (
         "warn",
         own_loss(standard_inputs(lambda x: x)),
-        "all_rows|all_reduce",
+        "all_rows|all_sum",
     ),
     "inputs standardised, fixed": ("exact", own_loss(standard_inputs(all_rows))),
     "mixup with reversed rows": (

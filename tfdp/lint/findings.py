@@ -40,7 +40,7 @@ _CROSSINGS = {
         "a number of all rows of the batch (in {op!r}), such as their mean, a softmax "
         "over them or a count of positives, enters the loss of each, and a replica "
         "computes it from its own rows only. Sum it over the replicas first, "
-        'tf.distribute.get_replica_context().all_reduce("sum", number), or compute it '
+        "tfdp.losses.all_sum(number), or compute it "
         "from tfdp.losses.all_rows(x)"
     ),
     NOT_LINEAR: (
@@ -124,9 +124,9 @@ def change_of_gradients(gradient: Value, *, scales_by_hand: bool) -> str | None:
     if is_sum and not scales_by_hand:
         return (
             "gradients that an optimizer got were summed over the replicas already "
-            "(all_reduce), and apply sums them again: each update is as many times too "
-            "large as there are replicas. Give apply each replica's own gradients; a "
-            "number computed from the sums, such as their norm, may scale them"
+            "(all_sum, all_reduce), and apply sums them again: each update is as many "
+            "times too large as there are replicas. Give apply each replica's own "
+            "gradients; a number computed from the sums, such as their norm, may scale them"
         )
     if gradient.target is None:
         return None
@@ -137,7 +137,7 @@ def change_of_gradients(gradient: Value, *, scales_by_hand: bool) -> str | None:
             "such as clipping by a norm, and a replica has a part of their sum only. "
             "Let the optimizer do it, which gets the sum (clipnorm, global_clipnorm, "
             "clipvalue), or compute the factor, and nothing else, from "
-            'tf.distribute.get_replica_context().all_reduce("sum", gradients)'
+            "tfdp.losses.all_sum(gradients)"
         )
     if extra & {Term.REPLICATED, Term.CONSTANT} and not scales_by_hand:
         return (

@@ -99,10 +99,7 @@ def all_reduce_buffers(state: Sequence[Any], run: Step, rank: Any) -> None:
 
 # The most variables that a warning names.
 MOST_NAMES = 3
-SUM_FIRST = (
-    "Sum that over all replicas first: "
-    "tf.distribute.get_replica_context().all_reduce('sum', x)"
-)
+SUM_FIRST = "Sum that over all replicas first: tfdp.losses.all_sum(x)"
 
 
 def _refuse_row_state(layer: keras.layers.RNN) -> None:
@@ -230,7 +227,7 @@ def warn_about_written(run: Step, operations: Iterable[tf.Operation]) -> None:
         run.state_suspicions.add(
             f"tf.summary writes {names} of the first replica only, which computes it "
             f"{next(iter(found.values()))}; a loss is its share. Write the global "
-            "value, tf.distribute.get_replica_context().all_reduce('sum', loss); or "
+            "value, tfdp.losses.all_sum(loss); or "
             "return it from the step: fit reports that of all rows, and "
             "keras.callbacks.TensorBoard writes it"
         )

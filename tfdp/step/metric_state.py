@@ -74,7 +74,7 @@ def warn_if_steps_counted(run: Step, metrics: Iterable[keras.metrics.Metric]) ->
             f"the metric {name!r} adds up a loss, and each of {run.replicas} "
             "replicas adds its share; and counts steps, and each adds one: its "
             f"quotient is 1/{run.replicas} of the loss. Sum the loss first, "
-            'tf.distribute.get_replica_context().all_reduce("sum", loss); or, in a '
+            "tfdp.losses.all_sum(loss); or, in a "
             "model's train_step, give it to a keras.metrics.Mean, or to "
             "super().update_state of a subclass of it"
         )

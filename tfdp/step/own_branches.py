@@ -49,7 +49,7 @@ def _message(why: str) -> str:
         "synchronized batch normalization), was built in a conditional that a replica "
         f"takes {why}: those that take the branch would wait forever for those that "
         "do not, or update their shards alone. Decide over all replicas first: "
-        "tf.distribute.get_replica_context().all_reduce('sum', tf.cast(condition, "
+        "tfdp.losses.all_sum(tf.cast(condition, "
         "tf.int32)) is the number of replicas with True. To skip batches with a loss "
         "that is not finite, use tfdp.callbacks.NaNGuard."
     )

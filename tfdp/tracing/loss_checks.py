@@ -218,7 +218,7 @@ def reported_standing(run: Step, rank: Any, loss: Any, subject: str) -> Standing
             f"{subject} a number computed from gradients, such as their norm, and a "
             "replica has its part of their sum only: the mean over the replicas is "
             "reported. Sum the gradients first, "
-            'tf.distribute.get_replica_context().all_reduce("sum", gradients)',
+            "tfdp.losses.all_sum(gradients)",
             "number",
         )
     elif is_function:
@@ -226,7 +226,7 @@ def reported_standing(run: Step, rank: Any, loss: Any, subject: str) -> Standing
             f"{subject} a function of a loss that is not linear, such as its "
             "exponential (perplexity), and a replica has its share of the loss only. "
             "Sum it first, "
-            'tf.distribute.get_replica_context().all_reduce("sum", loss)',
+            "tfdp.losses.all_sum(loss)",
             "mixed",
         )
     elif standing is Standing.MIXED and not (

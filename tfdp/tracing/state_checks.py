@@ -42,7 +42,7 @@ def note_first_only(run: Step, rank: Any, variable: Any, value: tf.Tensor) -> No
             f"{variable.name.split(':')[0]!r} takes the first replica's value, which "
             "depends on its own rows, loss or gradients, where one device takes those "
             "of the whole batch. Sum the loss or the gradients first, "
-            "tf.distribute.get_replica_context().all_reduce('sum', x), or gather the "
+            "tfdp.losses.all_sum(x), or gather the "
             "rows, tfdp.losses.all_rows(x)"
         )
 

@@ -146,7 +146,7 @@ _MEANS_OF_MEANS = Cause(
     "replicas' means is not the mean over all unmasked or weighted rows.",
     instead="Train under tfdp.DataParallelStrategy, which uses the global denominator "
     "for Keras' losses. Elsewhere, and in your own train_step: sum the losses, and "
-    "divide by the sum of weights over all replicas (context.all_reduce).",
+    "divide by the sum of weights over all replicas (tfdp.losses.all_sum).",
     change="same_rows",
     evidence="holds when every replica gets the same rows",
 )
@@ -190,9 +190,8 @@ _COUPLED_ROWS = Cause(
     where=lambda facts: (),
     why="A layer or a loss computes a mean, a maximum or another statistic over a "
     "replica's rows (in-batch negatives, a mask, a weight), not the global batch's.",
-    instead="Gather or reduce over the replicas there "
-    "(tf.distribute.get_replica_context().all_reduce or all_gather), or accept "
-    "statistics per replica.",
+    instead="Gather or sum over the replicas there (tfdp.losses.all_rows, "
+    "tfdp.losses.all_sum), or accept statistics per replica.",
     change="same_rows",
     evidence="holds when every replica gets the same rows",
 )
