@@ -6,7 +6,8 @@ import pytest
 import tensorflow as tf
 
 from tests.support.parity import make_strategy
-from tfdp.errors import ConfigurationError
+from tfdp.errors import CollectiveError, ConfigurationError
+from tfdp.losses import all_sum
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(22, 6)).astype("float32")
@@ -106,3 +107,63 @@ def test_weights_may_be_moved_around_a_gradient(replicas):
     """The replicas' copies of what they cut waited for each other, for ever."""
     found = trained(make_strategy(replicas, shard="parameters"), "as they are", True)
     assert_alike(found, trained(tf.distribute.get_strategy(), "as they are", True))
+
+
+class ByHand(Changes):
+    """Gradients of the mean of squares over all rows, by its formula."""
+
+    def __init__(self):
+        super().__init__("as they are")
+
+    def train_step(self, data):
+        x, y = data
+        hidden = keras.ops.tanh(self.hidden(x))
+        count = all_sum(tf.cast(tf.shape(x)[0], tf.float32))
+        error = 2 * (self.dense(hidden) - y) / (5 * count)
+        below = tf.matmul(error, self.dense.kernel, transpose_b=True) * (1 - hidden**2)
+        pairs = [(x, below), (hidden, error)]
+        products = [(tf.matmul(a, b, transpose_a=True), b) for a, b in pairs]
+        found = [one for k, b in products for one in (k, tf.reduce_sum(b, 0))]
+        self.optimizer.apply(found, self.trainable_variables)
+        return {"rate": self.optimizer.learning_rate}
+
+
+@pytest.mark.parametrize("is_eager", [False, True], ids=["graph", "eager"])
+def test_gradients_by_hand_are_parts_of_the_sum(is_eager):
+    """One device, by Keras' loss and tape, on the whole batch."""
+    one = trained(tf.distribute.get_strategy(), "as they are")
+    sharded = make_strategy(3, shard="parameters")
+    with sharded.scope():
+        keras.utils.set_random_seed(2)
+        model = ByHand()
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), run_eagerly=is_eager)
+        model.optimizer.build(model.trainable_variables)
+    model.fit(X, Y, batch_size=9, epochs=2, shuffle=False, verbose=0)
+    assert_alike([weight.numpy() for weight in model.weights], one)
+
+
+class Jacobian(Changes):
+    def train_step(self, data):
+        x, _ = data
+        with tf.GradientTape() as tape:
+            outputs = self(x)
+        tape.jacobian(outputs, self.trainable_variables)
+        return {}
+
+
+def test_a_jacobian_of_shards_is_refused():
+    """TensorFlow repeats the sum of each row's gradient in an order of its own."""
+    with make_strategy(2, shard="parameters").scope():
+        model = Jacobian("as they are")
+        model.compile("sgd", jit_compile=False)
+    with pytest.raises(CollectiveError, match="jacobian of weights in shards"):
+        model.fit(X, Y, batch_size=9, verbose=0)
+
+
+def test_an_exchange_in_a_vectorized_map_is_refused():
+    strategy = make_strategy(2)
+    step = tf.function(
+        lambda: strategy.run(lambda: tf.vectorized_map(all_sum, tf.ones([3, 2])))
+    )
+    with pytest.raises(CollectiveError, match=r"inside tf\.vectorized_map"):
+        step()

@@ -6,6 +6,7 @@
 # ruff: noqa: F401 (imported for other modules)
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -271,6 +272,16 @@ def outermost_function_graph() -> Any:
 def is_loop_graph(graph: Any) -> bool:
     """Whether `graph` is the body or condition of a `tf.while_loop`."""
     return isinstance(graph, (WhileBodyFuncGraph, WhileCondFuncGraph))
+
+
+def is_in_vectorized_loop() -> bool:
+    """Whether ops built now are of an iteration of `tf.vectorized_map` or of a tape's
+    `jacobian`, which TensorFlow turns into ops for all iterations.
+
+    TensorFlow names them so (`pfor` of its parallel_for), and tells it nowhere else.
+    """
+    scopes = tf.compat.v1.get_default_graph().get_name_scope().split("/")
+    return any(re.fullmatch(r"loop_body(_\d+)?", scope) for scope in scopes)
 
 
 def is_branch_graph(graph: Any) -> bool:

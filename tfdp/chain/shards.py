@@ -11,7 +11,7 @@ from tfdp.errors import ConfigurationError
 from tfdp.lint.registry import is_of_graph, key_of
 from tfdp.lint.values import Term
 from tfdp.sharding.updates import ShardUpdates
-from tfdp.sharding.variables import ShardUpdatedVariable, shard_kind
+from tfdp.sharding.variables import is_shard_of_sum, shard_kind
 from tfdp.tracing.run import Step
 
 WHAT_IT_IS = (
@@ -29,7 +29,7 @@ class Shards(Stage):
     """Takes the gradients of sharded variables out of the exchange.
 
     Each replica gets its shard of the sum: of a weight that is updated by shards here,
-    of one that is stored in shards in the backward pass.
+    of one that is stored in shards in the backward pass, if a tape computed it.
     """
 
     def __init__(self, shards: ShardUpdates):
@@ -37,23 +37,23 @@ class Shards(Stage):
         self._sums: dict[int, Any] = {}
 
     def before(self, reduction: Reduction) -> None:
-        kinds = [
-            None if gradient is None else shard_kind(variable)
-            for gradient, variable in zip(
-                reduction.gradients, reduction.variables, strict=True
-            )
-        ]
-        scattered = [i for i, kind in enumerate(kinds) if kind is ShardUpdatedVariable]
+        run, rank = reduction.run, reduction.rank
+        scattered: list[int] = []
+        reduced: list[int] = []
+        for place, variable in enumerate(reduction.variables):
+            gradient = reduction.gradients[place]
+            if gradient is not None and shard_kind(variable) is not None:
+                is_sum = is_shard_of_sum(variable, rank, gradient)
+                (reduced if is_sum else scattered).append(place)
         if scattered:
             sent = [reduction.take(place) for place in scattered]
             targets = [reduction.variables[place] for place in scattered]
             own = self._shards.scatter(sent, targets)
             self._sums = dict(zip(scattered, own, strict=True))
-        for place, kind in enumerate(kinds):
-            if kind not in (None, ShardUpdatedVariable):
-                shard = self._sums[place] = reduction.take(place)
-                if not tf.executing_eagerly():
-                    reduction.run.given_shards.append((reduction.rank, shard))
+        for place in reduced:
+            shard = self._sums[place] = reduction.take(place)
+            if not tf.executing_eagerly():
+                run.given_shards.append((rank, shard))
 
     def after(self, reduction: Reduction) -> None:
         for place, shard in self._sums.items():

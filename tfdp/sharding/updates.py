@@ -96,6 +96,10 @@ class ShardUpdates:
         """The shard that a replica of this process holds."""
         return self.reducer.transport.first_part + rank
 
+    def own_shape(self, variable: Any, rank: int) -> tuple[int, ...]:
+        """The shape of the gradient's shard that a replica of this process gets."""
+        return _stored(variable).update_layout.shard_shape(self.part_of(rank))
+
     def whole(
         self, shards: Sequence[tf.Tensor], layout: ShardLayout, name: str
     ) -> tf.Tensor:
@@ -226,7 +230,7 @@ class ShardUpdates:
     def scatter(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """This replica's shards of the summed `gradients`, in replica context."""
         rank = names.current_rank()
-        layouts = [_stored(variable).layout for variable in variables]
+        layouts = [_stored(variable).update_layout for variable in variables]
         if not tf.executing_eagerly():
             return self.reducer.reduce_scatter(
                 gradients, layouts, rank, in_turn=self.stage >= 2

@@ -323,6 +323,22 @@ def shard_kind(variable: Any) -> type | None:
     return None
 
 
+def is_shard_of_sum(variable: Any, rank: Any, gradient: Any) -> bool:
+    """Whether a gradient is the replica's shard of the sum already, as a tape's is of a
+    weight that is stored in shards; one computed by hand is a part of the whole sum."""
+    if shard_kind(variable) is not ShardedVariable:
+        return False
+    is_whole = gradient.shape == variable.shape
+    own = tf.distribute.get_strategy().extended.shards.own_shape(variable, rank)
+    if is_whole and own == (0,):
+        raise ConfigurationError(
+            f"The gradient of {variable.name!r} was computed by hand, and one replica "
+            'updates that weight, which is stored in shards (shard="parameters"). Let '
+            'a tape compute it; or train with shard="gradients".'
+        )
+    return not is_whole or gradient.shape == own
+
+
 # A SavedModel holds one whole variable for a sharded one. While TensorFlow writes the
 # file it traces the functions again; these read a stand-in of the whole shape, which
 # never gets a value and takes no memory.

@@ -40,7 +40,7 @@ from tfdp.chain.table_rows import has_same_rows
 from tfdp.errors import ConfigurationError
 from tfdp.lint.registry import register_exchanged
 from tfdp.seams.replace import Override, around, instance_attributes
-from tfdp.sharding.variables import ShardedVariable, shard_kind
+from tfdp.sharding.variables import is_shard_of_sum
 from tfdp.tracing.keras_steps import (
     as_tensors,
     is_predict_step,
@@ -88,8 +88,9 @@ def _apply(
     variables = list(built_with or [None] * len(own))
     for place, (gradient, variable) in enumerate(zip(own, variables, strict=True)):
         # Gradients of sharded variables were reduced already, without dummy rows.
-        is_sum = variable is not None and shard_kind(variable) is ShardedVariable
-        if gradient is None or is_sum or run.is_own_gradient(rank, gradient):
+        if gradient is None or run.is_own_gradient(rank, gradient):
+            continue
+        if variable is not None and is_shard_of_sum(variable, rank, gradient):
             continue
         # Accumulators of the step hold gradients of earlier, real rows; and what it has
         # summed over replicas itself depends on the rows of all.
