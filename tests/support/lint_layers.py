@@ -121,7 +121,7 @@ ROWS_SEE_ROWS = {
     "cond on the batch": scaled_if_large,
 }
 for _name, _function in ROWS_SEE_ROWS.items():
-    add(f"layer: {_name}", "warn", with_layer(_function), "all_rows|all_reduce")
+    add(f"layer: {_name}", "warn", with_layer(_function), "all_rows|all_sum")
 
 
 def tokens(function):
@@ -217,6 +217,30 @@ def normalising(layer):
 
 add("BatchNormalization", "silent", normalising(layers.BatchNormalization))
 add("LayerNormalization", "exact", normalising(layers.LayerNormalization))
+
+
+class Centre(layers.Layer):
+    """Stores the mean of rows, of which it has an average, around reading it."""
+
+    def __init__(self, is_read_before=False, gather=lambda x: x):
+        super().__init__()
+        self.is_read_before, self.gather = is_read_before, gather
+
+    def build(self, shape):
+        self.centre = self.add_weight(
+            shape=shape[1:], initializer="zeros", trainable=False
+        )
+
+    def call(self, x):
+        mean = ops.mean(self.gather(x), axis=0)
+        before = 1.0 * self.centre  # read here
+        self.centre.assign(0.9 * self.centre + 0.1 * ops.stop_gradient(mean))
+        return x - (before if self.is_read_before else self.centre)
+
+
+add("centre, then read", "warn", normalising(Centre), "all_rows|all_sum")
+add("centre of all, then read", "exact", normalising(lambda: Centre(False, all_rows)))
+add("read, then centre", "exact", normalising(lambda: Centre(True)), replicas=(2, 3))
 
 
 # Models of stock layers, of which none lets a row see another.

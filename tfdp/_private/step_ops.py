@@ -190,3 +190,11 @@ def delay(tensor: tf.Tensor, until: Sequence[tf.Tensor]) -> bool:
 def _uses(operation: tf.Operation) -> int:
     consumers = sum(len(output.consumers()) for output in operation.outputs)
     return consumers + len(operation._control_outputs)
+
+
+def order_of(op: tf.Operation) -> int:
+    """A number that grows with each op that is built in a graph.
+
+    TensorFlow's order of building; nothing public tells it without a list of all ops.
+    """
+    return int(op._id)

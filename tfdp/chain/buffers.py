@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfdp._private.names import graphs_inside, is_branch_graph, own_copy
 from tfdp.chain.reduction import Reduction, Stage
+from tfdp.lint.registry import note_stored
 from tfdp.tracing.run import Step
 from tfdp.tracing.state_checks import handles_of, linear_sources
 
@@ -75,4 +76,5 @@ def store_state(
     """Stores the means in the calling replica's copies; `assign` would reduce again."""
     for variable, value in zip(state, means, strict=True):
         extended = variable.distribute_strategy.extended
+        value = note_stored(own_copy(variable, rank), value)
         extended.update_own_copy(variable, lambda own, v: own.assign(v), value)

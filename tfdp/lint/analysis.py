@@ -22,6 +22,7 @@ from tfdp.lint.registry import (
     is_of_graph,
     key_of,
     registered,
+    stored_before,
 )
 from tfdp.lint.rules import RULES, Node, unlisted
 from tfdp.lint.terms import outermost
@@ -158,6 +159,8 @@ class Analysis:
             given = self._calls_of(op) if outer is None else [outer]
             given = [one for one in given if is_of_graph(one)]
             return [*needed, *((self._open_frame(one.graph), one) for one in given)]
+        if op.type == "ReadVariableOp" and (stored := stored_before(op)) is not None:
+            needed.append((frame, stored))
         return [*needed, *((frame, tensor) for tensor in op.inputs)]
 
     def _of_op(
@@ -233,6 +236,11 @@ class Analysis:
             return self._of_call(op, values)
         if not op.outputs:
             return []
+        if op.type == "ReadVariableOp" and (stored := stored_before(op)) is not None:
+            last = self._known(frame, stored)
+            # Others are the same on all replicas, or parts of a sum that goes on.
+            if last.is_of_own_rows and last.target is None and not last.of_share:
+                return [last]
         node = Node(op, values, self.rows, self.replicas)
         found = RULES.get(op.type, unlisted)(node)
         count = len(op.outputs)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
 
+from tfdp._private.step_ops import order_of
 from tfdp.lint.values import OF_ALL, Value
 from tfdp.seams.replace import note_on
 
@@ -40,6 +41,8 @@ class ShareOf(NamedTuple):
 #: A value; a tensor with the same value; or how it was computed.
 Statement: TypeAlias = Value | tf.Tensor | Gradient | ShareOf
 
+#: With the graph, by handles' names: what a replica has stored, in order.
+STORED = "_tfdp_stored"
 # With the graph, by tensors' names: a statement has tensors of the graph, which would
 # keep it alive elsewhere.
 STATEMENTS = "_tfdp_statements"
@@ -57,6 +60,27 @@ def register(tensors: Any, statement: Statement, *, again: bool = True) -> None:
                     note_on(tensor.graph, STATEMENTS, stated)
                 if again or tensor.name not in stated:
                     stated[tensor.name] = statement
+
+
+def note_stored(variable: tf.Variable, value: tf.Tensor) -> tf.Tensor:
+    """`value`, noted as what later reads of a replica's `variable` here will give."""
+    if not is_of_graph(value):
+        return value
+    marked = tf.identity(value)  # built when it is stored, maybe long after `value`
+    graph = marked.graph
+    stored = getattr(graph, STORED, None)
+    if stored is None:
+        stored = {}
+        note_on(graph, STORED, stored)
+    stored.setdefault(graph.capture(variable.handle).name, []).append(marked)
+    return marked
+
+
+def stored_before(read: tf.Operation) -> tf.Tensor | None:
+    """What a replica stored last before it read a variable, in the same graph."""
+    stored = getattr(read.graph, STORED, {}).get(read.inputs[0].name, ())
+    before = [one for one in stored if order_of(one.op) < order_of(read)]
+    return before[-1] if before else None
 
 
 def register_exchanged(tensors: Any) -> Any:

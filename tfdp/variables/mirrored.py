@@ -13,7 +13,7 @@ from tfdp._private import names
 from tfdp._private.keras_calls import is_counted_by_keras, number_added_by_keras
 from tfdp._private.variable_hooks import checkpoint_unless_hooked
 from tfdp.errors import CheckpointWarning, ConfigurationError
-from tfdp.lint.registry import is_of_graph
+from tfdp.lint.registry import is_of_graph, note_stored
 from tfdp.lint.terms import change_of, outermost, term_added_to
 from tfdp.tracing import state_checks
 from tfdp.variables.local_view import LocalView, in_replica_of
@@ -144,6 +144,7 @@ class ReplicaMirroredVariable(PythonValue, HandleOfReplica, OwnMeans, LocalView)
                 run.note_local_state(rank, self, value)
                 value = self._added_of_own_rows(run, rank, value)
                 value = self._of_rows_of_group(run, rank, value)
+                value = note_stored(self._get_replica(rank), value)
                 self.note_own()
                 before_storing(self, self._get_replica(rank))
             elif not _is_replicated(value, self, rank):
