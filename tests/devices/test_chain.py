@@ -531,7 +531,8 @@ def test_a_host_applies_the_means_of_all_rounds_that_it_missed(rounds):
     stage.keep_layer_state([])
     stage.before_step(run)
     variables = [tf.Variable(gradient) for gradient in GRADIENTS[0]]
-    own = stage.reduced(GRADIENTS[0], variables, tf.constant(3.0), run, 0)
+    given = Reduction(list(GRADIENTS[0]), variables, run, 0, optimizer)
+    own = stage.reduced(given, tf.constant(3.0))
     ((update, weight, brought),) = pipeline.brought
     assert (update, weight, pipeline.rules.quorum) == (7, 3.0, 2)
     for sent, gradient in zip(brought, GRADIENTS[0], strict=True):

@@ -19,6 +19,7 @@ PLANS = [
     for slow, at in ((0, 1), (1, 1), (1, steps[1] + 1))
     for whom in ("all", "fast", "slow")
 ]
+PLANS += [("validated", steps, 1, 1, "all") for steps in ((7, 2), (2, 5))]
 QUICK = [("arrays", (7, 2), 0, 1, "all"), ("own", (2, 5), 1, 1, "fast")]
 
 
@@ -37,7 +38,7 @@ def steps_made(folder, rank):
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [0, 1, 3])
 @pytest.mark.parametrize("steps", [(7, 2), (2, 5)])
-@pytest.mark.parametrize("data", ["arrays", "own"])
+@pytest.mark.parametrize("data", ["arrays", "own", "validated"])
 def test_hosts_with_their_own_steps_train_and_save(tmp_path, data, steps, every):
     words = ",".join(map(str, steps)), -1, -1, every
     with Workers(2, MODULE, tmp_path, data, *words) as workers:
@@ -87,3 +88,26 @@ def test_a_signal_saves_after_the_slow_hosts_current_step(tmp_path, plan):
     ended(tmp_path, steps)
     assert steps_made(tmp_path, fast) == EPOCHS * steps[fast]
     assert steps_made(tmp_path, slow) == EPOCHS * steps[slow]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whom", [(0, 1), (0,), (1,)])
+@pytest.mark.parametrize("steps", [(7, 2), (2, 5)])
+def test_a_signal_in_an_evaluation_saves_after_the_next_step(tmp_path, steps, whom):
+    words = "validated", ",".join(map(str, steps)), 1, "looks", 0
+    with Workers(2, MODULE, tmp_path, *words) as workers:
+        wait_until((tmp_path / "waits.1").exists, "the evaluation")
+        for rank in whom:
+            workers.processes[rank].send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+        (tmp_path / "go").touch()
+        outputs = workers.outputs()
+        codes = [process.returncode for process in workers.processes]
+    assert codes == [START_AGAIN, START_AGAIN], outputs
+    made = [steps_made(tmp_path, rank) for rank in (0, 1)]
+    assert all(n >= one for n, one in zip(made, steps, strict=True)), outputs
+    assert sum(made) < EPOCHS * sum(steps), outputs
+    with Workers(2, MODULE, tmp_path, *words) as workers:
+        workers.succeed()
+    ended(tmp_path, steps)
+    assert [steps_made(tmp_path, r) for r in (0, 1)] == [EPOCHS * n for n in steps]

@@ -2,10 +2,12 @@
 
     python -m tests.support.own_steps FOLDER DATA STEPS SLOW AT EVERY
 
-DATA is "arrays" or "own" (each worker's own batches). STEPS is a list such as 7,2: by
-worker, the steps of an epoch. Worker SLOW waits before its step AT until the file "go"
-is in FOLDER; the others note in FOLDER/steps.RANK how many steps they have made. EVERY
-is `every_steps` of the checkpoints in FOLDER/saved; 0: one at the end of each epoch.
+DATA is "arrays", "own" (each worker's own batches) or "validated" (arrays, with an
+evaluation after each epoch). STEPS is a list such as 7,2: by worker, the steps of an
+epoch. Worker SLOW waits before its step AT, or with "looks" in its first evaluation,
+until the file "go" is in FOLDER; the others note in FOLDER/steps.RANK how many steps
+they have made. EVERY is `every_steps` of the checkpoints in FOLDER/saved; 0: one at the
+end of each epoch.
 """
 
 import json
@@ -34,11 +36,18 @@ class Pace(keras.callbacks.Callback):
         self.steps = 0
 
     def on_train_batch_begin(self, batch, logs=None):
-        until = time.monotonic() + LONGEST_SECONDS
         if self.steps == self.waits_at:
-            (self.folder / f"waits.{self.rank}").touch()
-            while not (self.folder / "go").exists() and time.monotonic() < until:
-                time.sleep(0.02)
+            self.wait()
+
+    def on_test_begin(self, logs=None):
+        if self.waits_at == "looks":
+            self.wait()
+
+    def wait(self):
+        until = time.monotonic() + LONGEST_SECONDS
+        (self.folder / f"waits.{self.rank}").touch()
+        while not (self.folder / "go").exists() and time.monotonic() < until:
+            time.sleep(0.02)
 
     def on_train_batch_end(self, batch, logs=None):
         self.steps += 1
@@ -63,13 +72,16 @@ def main(folder, data, steps, slow, at, every):
         return tf.data.Dataset.from_tensor_slices((x[:count], y[:count])).batch(BATCH)
 
     options = {"epochs": EPOCHS, "verbose": 0}
-    if data == "arrays":
+    if data == "own":
+        given = (strategy.distribute_datasets_from_function(own),)
+    else:
         options |= {"steps_per_epoch": steps[rank], "batch_size": BATCH}
         given = x, y
-    else:
-        given = (strategy.distribute_datasets_from_function(own),)
+    if data == "validated":
+        options |= {"validation_data": (x, y), "validation_batch_size": BATCH}
     saves = tfdp.callbacks.Checkpoint(folder / "saved", every_steps=int(every) or None)
-    pace = Pace(folder, rank, int(at) if rank == int(slow) else -1)
+    at = at if at == "looks" else int(at)
+    pace = Pace(folder, rank, at if rank == int(slow) else -1)
     model.fit(*given, shuffle=False, callbacks=[pace, saves], **options)
     weights = [np.asarray(w).tolist() for w in model.get_weights()]
     updates = int(model.optimizer.iterations.numpy())

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import functools
 import itertools
+import json
 import os
 import signal
 import sys
@@ -375,8 +376,8 @@ class Checkpoint(keras.callbacks.Callback):
         }
         step = self._step
         if self._own_pace is not None:
-            own = {"step": step, "place": place.as_json()}
-            places = self._hosts.json_values(own, "places of hosts")
+            own = json.dumps({"step": step, "place": place.as_json()})
+            places = list(map(json.loads, self._hosts.texts(own, "places of hosts")))
             program["places"], step = places, places[0]["step"]
         arrays = arrays_of(self._others)
         with _warns("Training continues."):

@@ -8,11 +8,7 @@ import tensorflow as tf
 from keras.optimizers import Optimizer
 
 from tfdp._private.names import own_copy, replicas_of
-from tfdp.chain.compression import (
-    Compression,
-    places_taken,
-    refuse_eager_compression,
-)
+from tfdp.chain.compression import Compression, places_taken, refuse_eager_compression
 from tfdp.chain.reduction import Reduction, Stage, scale_when_summed
 from tfdp.compression.method import MomentumCompression
 from tfdp.errors import ConfigurationError

@@ -61,10 +61,6 @@ class Hosts:
         blobs = self.link.gather(text.encode(), label)
         return [_text(blob, rank) for rank, blob in enumerate(blobs)]
 
-    def json_values(self, value: Any, label: str) -> list[Any]:
-        """Every host's JSON value, by rank; a collective."""
-        return [json.loads(text) for text in self.texts(json.dumps(value), label)]
-
     def share_note(
         self, key: str, note: str, has_deadline: bool = True
     ) -> dict[int, str]:

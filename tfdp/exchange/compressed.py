@@ -69,13 +69,29 @@ class CompressedSums:
           gradients: floats of static shapes, the same on all replicas.
           kept: the state of each, where the replica exchanges; else empty.
           step: the number of earlier exchanges, int64.
-          is_plain: whether to send all uncompressed; None: the method decides.
+          is_plain: whether to send all uncompressed; None: the method decides. A
+            conditional starts when all gradients exist: nothing is sent while others
+            are still computed.
         """
+
+        def small() -> tuple[list[tf.Tensor], list[Kept], tf.Tensor]:
+            return self._bucket_by_bucket(gradients, kept, step, rank)
+
+        def plain() -> tuple[list[tf.Tensor], list[Kept], tf.Tensor]:
+            values = [tf.cast(gradient, tf.float32) for gradient in gradients]
+            values = self.group.collect(values, rank)
+            mine = tf.constant(0.0)
+            if self.group.speaks(rank):
+                values = self.group.of(rank, "gradients before compression").sum(values)
+                mine = _is_bad(values)
+            return self.group.distribute(values, rank), list(kept), mine
+
         if is_plain is None and self.method.plain_steps:
             is_plain = step < self.method.plain_steps
         if is_plain is None:
-            return self._bucket_by_bucket(gradients, kept, step, rank)
-        return self._later(gradients, kept, step, rank, is_plain)
+            return small()
+        sums, after, mine = tf.cond(is_plain, plain, small)
+        return sums, after, mine
 
     def chosen(
         self,
@@ -102,35 +118,6 @@ class CompressedSums:
             tf.cast(total, gradient.dtype)
             for total, gradient in zip(results, gradients, strict=True)
         ], left
-
-    def _later(
-        self,
-        gradients: Tensors,
-        kept: Sequence[Kept],
-        step: tf.Tensor,
-        rank: int,
-        is_plain: tf.Tensor,
-    ) -> tuple[list[tf.Tensor], list[Kept], tf.Tensor]:
-        """`_bucket_by_bucket`, but uncompressed in the first steps.
-
-        A conditional starts when all gradients exist: nothing is sent while others are
-        still computed.
-        """
-
-        def plain() -> tuple[list[tf.Tensor], list[Kept], tf.Tensor]:
-            values = [tf.cast(gradient, tf.float32) for gradient in gradients]
-            values = self.group.collect(values, rank)
-            mine = tf.constant(0.0)
-            if self.group.speaks(rank):
-                values = self.group.of(rank, "gradients before compression").sum(values)
-                mine = _is_bad(values)
-            return self.group.distribute(values, rank), list(kept), mine
-
-        def small() -> tuple[list[tf.Tensor], list[Kept], tf.Tensor]:
-            return self._bucket_by_bucket(gradients, kept, step, rank)
-
-        sums, after, mine = tf.cond(is_plain, plain, small)
-        return sums, after, mine
 
     def _bucket_by_bucket(
         self, gradients: Tensors, kept: Sequence[Kept], step: tf.Tensor, rank: int

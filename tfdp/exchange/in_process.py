@@ -26,6 +26,7 @@ from tfdp.exchange.packing import (
     whole_specs,
 )
 from tfdp.exchange.send_receive import SendReceive
+from tfdp.exchange.sparse import RowSum
 from tfdp.exchange.transport import Transport, next_group_key
 from tfdp.exchange.wire_types import check_summable
 from tfdp.plan.shards import overlap
@@ -169,18 +170,12 @@ class InProcess(Transport):
         return self.hand.all_gather(tensor, rank, group, f"{key}/gather")
 
     def all_reduce_rows(
-        self,
-        slices: tf.IndexedSlices,
-        rank: int,
-        label: str,
-        *,
-        summed: bool = False,
-        wire_dtype: str | None = None,
+        self, slices: tf.IndexedSlices, rank: int, how: RowSum
     ) -> tf.IndexedSlices:
         """See `Transport`. Each host's leader adds rows of equal index and sends one
         set of rows to the root, which adds for all replicas."""
-        if not summed:
-            return super().all_reduce_rows(slices, rank, label)
+        if not how.summed:
+            return super().all_reduce_rows(slices, rank, how)
         key = self.begin(rank)
         root = self._choose_root(key, slices.values, rank)
         within, leader, leaders = self._route(root, rank)

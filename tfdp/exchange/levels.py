@@ -22,6 +22,7 @@ from tfdp.exchange.packing import (
     whole_from_shards,
     whole_specs,
 )
+from tfdp.exchange.sparse import RowSum
 from tfdp.exchange.transport import Transport
 from tfdp.plan.shards import ShardLayout
 from tfdp.plan.topology import Topology
@@ -98,23 +99,15 @@ class Levels(Transport):
         return self.outer.all_reduce(tensors, FIRST, label, wire_dtype)
 
     def all_reduce_rows(
-        self,
-        slices: tf.IndexedSlices,
-        rank: int,
-        label: str,
-        *,
-        summed: bool = False,
-        wire_dtype: str | None = None,
+        self, slices: tf.IndexedSlices, rank: int, how: RowSum
     ) -> tf.IndexedSlices:
         """See `Transport`. One set of rows per host crosses."""
         key, here = self.inner.begin(rank), self.inner.topology.all_ranks
         rows = self.inner.hand.rows_at(
-            slices, rank, FIRST, here, f"{key}/within", summed=summed
+            slices, rank, FIRST, here, f"{key}/within", summed=how.summed
         )
         if rank == FIRST:
-            rows = self.outer.all_reduce_rows(
-                rows, FIRST, label, summed=summed, wire_dtype=wire_dtype
-            )
+            rows = self.outer.all_reduce_rows(rows, FIRST, how)
         return self.inner.hand.share_rows(rows, rank, FIRST, here, f"{key}/down")
 
     def reduce_scatter(

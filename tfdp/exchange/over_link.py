@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfdp.exchange.ordering import LinkCalls
 from tfdp.exchange.packing import Layouts, PackedSmall, Tensors
-from tfdp.exchange.sparse import table_shape
+from tfdp.exchange.sparse import RowSum, table_shape
 from tfdp.exchange.transport import Transport
 from tfdp.exchange.wire_types import fitting_wire_dtype
 from tfdp.hosts.host_link import HostLink
@@ -80,21 +80,15 @@ class OverLink(Transport):
             return small.unpack(self.call(exchange, small.packed, small.packed))
 
     def all_reduce_rows(
-        self,
-        slices: tf.IndexedSlices,
-        rank: int,
-        label: str,
-        *,
-        summed: bool = False,
-        wire_dtype: str | None = None,
+        self, slices: tf.IndexedSlices, rank: int, how: RowSum
     ) -> tf.IndexedSlices:
         """See `Transport`. One exchange, or the whole table where that is smaller: see
         `RowExchange`."""
         exchange = RowExchange(
-            table_shape(slices) if summed else None,
-            label,
-            fitting_wire_dtype([slices.values], wire_dtype),
-            summed,
+            table_shape(slices) if how.summed else None,
+            how.label,
+            fitting_wire_dtype([slices.values], how.wire_dtype),
+            how.summed,
         )
         values, indices = self.call(
             lambda values, indices: list(exchange(self.link, values, indices)),

@@ -21,7 +21,7 @@ from tfdp.exchange.packing import (
     with_static_shape,
 )
 from tfdp.exchange.peers import peer_group
-from tfdp.exchange.sparse import merge_rows, travels_dense
+from tfdp.exchange.sparse import RowSum, merge_rows, travels_dense
 from tfdp.exchange.transport import Transport
 from tfdp.lint.registry import register_exchanged
 from tfdp.plan.buckets import (
@@ -191,13 +191,9 @@ class Reducer:
         sparse = [i for i, v in enumerate(values) if isinstance(v, tf.IndexedSlices)]
         for number, place in enumerate(sparse, start=1):
             with tf.name_scope("tfdp_all_reduce_rows"):
-                rows = self.transport.all_reduce_rows(
-                    values[place],
-                    rank,
-                    f"table {number} of {len(sparse)}",
-                    summed=sum_rows,
-                    wire_dtype=wire_dtype,
-                )
+                label = f"table {number} of {len(sparse)}"
+                how = RowSum(label, sum_rows, wire_dtype)
+                rows = self.transport.all_reduce_rows(values[place], rank, how)
                 reduced[place] = register_exchanged(rows)
         return [reduced[place] for place in range(len(values))]
 

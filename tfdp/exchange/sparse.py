@@ -7,6 +7,8 @@ of equal index. They may be added earlier where the update is the same: see
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import tensorflow as tf
 
 from tfdp._private import names
@@ -15,6 +17,21 @@ from tfdp._private import names
 SMALL_TABLE_BYTES = 16 * 2**10
 # Sums of many 16-bit numbers would lose precision.
 ADDED_AS = {tf.float16: tf.float32, tf.bfloat16: tf.float32}
+
+
+class RowSum(NamedTuple):
+    """How rows of a table are added.
+
+    Args:
+      label: names the exchange.
+      summed: add rows of equal index before and after they travel, so that each index
+        is returned once. False: all rows, in rank order.
+      wire_dtype: the type of float values between hosts; None: their own.
+    """
+
+    label: str
+    summed: bool
+    wire_dtype: str | None
 
 
 def merge_rows(slices: tf.IndexedSlices) -> tf.IndexedSlices:

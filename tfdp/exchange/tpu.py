@@ -15,6 +15,7 @@ import tensorflow as tf
 from tfdp._private.tpu_names import xla_reduce_scatter
 from tfdp.errors import CollectiveError
 from tfdp.exchange.packing import Layouts, Tensors, join_rows, to_rows
+from tfdp.exchange.sparse import RowSum
 from tfdp.exchange.transport import Transport
 from tfdp.exchange.wire_types import is_wider_float
 from tfdp.plan.topology import Topology
@@ -87,17 +88,11 @@ class CrossReplica(Transport):
         return join_rows(self._ops.gather(tf.concat(shards, axis=0)), layouts)
 
     def all_reduce_rows(
-        self,
-        slices: tf.IndexedSlices,
-        rank: Any,
-        label: str,
-        *,
-        summed: bool = False,
-        wire_dtype: str | None = None,
+        self, slices: tf.IndexedSlices, rank: Any, how: RowSum
     ) -> tf.IndexedSlices:
         """See `Transport`. Rows cost N times their own size: XLA has no other gather,
         and no dynamic lengths, so none are added first."""
-        values = self.gather(_cast(slices.values, wire_dtype), rank)
+        values = self.gather(_cast(slices.values, how.wire_dtype), rank)
         # A row of a table: 32 bits are enough, and XLA does not add 64.
         indices = self.gather(tf.cast(slices.indices, tf.int32), rank)
         return tf.IndexedSlices(

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfdp.errors import CollectiveError
 from tfdp.exchange.ordering import ReplicaOrder
 from tfdp.exchange.packing import Layouts, Tensors
-from tfdp.exchange.sparse import join_rows, merge_rows
+from tfdp.exchange.sparse import RowSum, join_rows, merge_rows
 from tfdp.exchange.traffic import TrafficCount
 from tfdp.plan.topology import Topology
 
@@ -108,32 +108,21 @@ class Transport(abc.ABC):
         """
 
     def all_reduce_rows(
-        self,
-        slices: tf.IndexedSlices,
-        rank: Any,
-        label: str,
-        *,
-        summed: bool = False,
-        wire_dtype: str | None = None,
+        self, slices: tf.IndexedSlices, rank: Any, how: RowSum
     ) -> tf.IndexedSlices:
         """The sum over all replicas of any number of rows of a table, as rows.
-
-        Args:
-          summed: add rows of equal index before and after they travel, so that each
-            index is returned once. False: all rows, in rank order.
-          wire_dtype: the type of float values between hosts; None: their own.
 
         Cost: (N - 1) times the bytes of values and indices per replica, in two
         exchanges of one level: replicas that forward rows cannot add them.
         """
-        if summed:
+        if how.summed:
             slices = merge_rows(slices)
         gathered = tf.IndexedSlices(
             values=self.gather(slices.values, rank),
             indices=self.gather(slices.indices, rank),
             dense_shape=slices.dense_shape,
         )
-        return join_rows([gathered], summed=summed)
+        return join_rows([gathered], summed=how.summed)
 
     @abc.abstractmethod
     def reduce_scatter(

@@ -337,47 +337,37 @@ def give_state(
     makes one that has the state a member instead."""
 
     def give(peer: Peer) -> None:
-        _give_one(group, peer, arrays, say, admit)
+        rank = peer.hello.rank
+        if peer.hello.terms != fingerprint_of_arrays(arrays):
+            reason = (
+                f"Worker {rank} trains another model or another optimizer than worker "
+                f"{group.rank}. Give all workers the same."
+            )
+            send_and_close(peer.connection, {"refused": reason})
+            say(reason)
+            return
+        detector = _detector_of(group, rank)
+        wire = Watched(peer.connection, detector.check)
+        try:
+            with group.changed:
+                members = set(group.view.members)
+                if admit is not None:
+                    group.view.addresses[rank] = peer.address
+                    members.add(rank)
+                agreement = group.agreement(sorted(members))
+            wire.send_line(agreement)
+            wire.send(*arrays)
+            wire.receive_line()
+            if admit is not None:
+                admit(peer)
+        except (OSError, ValueError) as error:
+            # It joins again, or the next all-reduce detects its loss.
+            say(f"worker {rank} did not receive the state: {error}")
+        finally:
+            wire.close()
 
     with concurrent.futures.ThreadPoolExecutor(len(peers)) as threads:
         list(threads.map(give, peers))
-
-
-def _give_one(
-    group: Members,
-    peer: Peer,
-    arrays: list[np.ndarray],
-    say: Say,
-    admit: Callable[[Peer], None] | None,
-) -> None:
-    rank = peer.hello.rank
-    if peer.hello.terms != fingerprint_of_arrays(arrays):
-        reason = (
-            f"Worker {rank} trains another model or another optimizer than worker "
-            f"{group.rank}. Give all workers the same."
-        )
-        send_and_close(peer.connection, {"refused": reason})
-        say(reason)
-        return
-    detector = _detector_of(group, rank)
-    wire = Watched(peer.connection, detector.check)
-    try:
-        with group.changed:
-            members = set(group.view.members)
-            if admit is not None:
-                group.view.addresses[rank] = peer.address
-                members.add(rank)
-            agreement = group.agreement(sorted(members))
-        wire.send_line(agreement)
-        wire.send(*arrays)
-        wire.receive_line()
-        if admit is not None:
-            admit(peer)
-    except (OSError, ValueError) as error:
-        # It joins again, or the next all-reduce detects its loss.
-        say(f"worker {rank} did not receive the state: {error}")
-    finally:
-        wire.close()
 
 
 def wait_for_late_hosts(group: Members, give: Callable[[], None]) -> None:

@@ -308,11 +308,7 @@ class QuorumRounds:
             raise LeftOutError
 
     def _send(
-        self,
-        wire: Watched,
-        rounds: list[Round],
-        part: float,
-        agreement: Mapping,
+        self, wire: Watched, rounds: list[Round], part: float, agreement: Mapping
     ) -> None:
         pairs = [[one.before, one.update] for one in rounds]
         wire.send_line({**agreement, "rounds": pairs, "part": part})
@@ -447,8 +443,7 @@ class QuorumRounds:
         with group.changed:
             came = dict(sorted(self._came.items()))
         means = weighted_mean_of(
-            [one.weight for one in came.values()],
-            [one.arrays for one in came.values()],
+            [one.weight for one in came.values()], [one.arrays for one in came.values()]
         )
         update = next(iter(came.values())).update
         with group.changed:

@@ -401,10 +401,10 @@ class PushLink:
         if not is_number(rate) or not math.isfinite(rate):
             raise ValueError("not a learning rate")
         counts = self._checked_counts(message.get("parts"))
-        parts = {
-            place: self._accept_part(wire, place, count)
-            for place, count in counts.items()
-        }
+        parts = {}
+        for place, count in counts.items():
+            with self._naming("the gradient", place):
+                parts[place] = self._accept_part(wire, place, count)
         with self._changed:
             while self.generation < generation:
                 self._check_open()
@@ -432,12 +432,6 @@ class PushLink:
         return counts
 
     def _accept_part(self, wire: Watched, place: int, count: int) -> np.ndarray | Rows:
-        with self._naming("the gradient", place):
-            return self._received_part(wire, place, count)
-
-    def _received_part(
-        self, wire: Watched, place: int, count: int
-    ) -> np.ndarray | Rows:
         own, layouts, dtype = self._link.rank, self._layouts, self._dtypes[place]
         if count < 0:
             part = np.empty(layouts.length(place, own), dtype)

@@ -126,7 +126,7 @@ def change_of_gradients(gradient: Value, *, scales_by_hand: bool) -> str | None:
             "gradients that an optimizer got were summed over the replicas already "
             "(all_sum, all_reduce), and apply sums them again: each update is as many "
             "times too large as there are replicas. Give apply each replica's own "
-            "gradients; a number computed from the sums, such as their norm, may scale them"
+            "gradients; a number computed from the sums, such as a norm, may scale them"
         )
     if gradient.target is None:
         return None

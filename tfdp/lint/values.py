@@ -395,9 +395,7 @@ def applied(values: Iterable[Value], op: str) -> Value:
     return result.but(terms=frozenset({Term.CONSTANT}))
 
 
-def aligned(
-    values: Iterable[Value],
-) -> tuple[tuple[int, ...], Hashable, str | None]:
+def aligned(values: Iterable[Value]) -> tuple[tuple[int, ...], Hashable, str | None]:
     """The axes and order of an elementwise result; and the kind of crossing, if any."""
     values = list(values)
     with_rows = [v for v in values if v.axes]

@@ -17,11 +17,7 @@ from tfdp._private.optimizer_hooks import (
 )
 from tfdp.compression.method import momentum_compression_of
 from tfdp.errors import ConfigurationError
-from tfdp.sharding.optimizers import (
-    elementwise_of_keras,
-    find_gradient_hook,
-    is_own,
-)
+from tfdp.sharding.optimizers import elementwise_of_keras, find_gradient_hook, is_own
 from tfdp.sharding.updates import ACCUMULATOR_NAME, WEIGHT_NAME
 from tfdp.step.local_run import groups_across
 from tfdp.step.local_sgd import Rounds
@@ -168,9 +164,7 @@ def make_rounds(
 
 
 def make_backup_rounds(
-    optimizer: keras.optimizers.Optimizer,
-    sync: BackupWorkers,
-    variables: Sequence[Any],
+    optimizer: keras.optimizers.Optimizer, sync: BackupWorkers, variables: Sequence[Any]
 ) -> LocalTraining | None:
     """The rounds of a built optimizer; None without a strategy."""
     from tfdp.step.backup_rounds import BackupRounds
@@ -214,9 +208,7 @@ def refuse_at_own_pace(optimizer: keras.optimizers.Optimizer) -> None:
 
 
 def make_own_pace(
-    optimizer: keras.optimizers.Optimizer,
-    sync: Asynchronous,
-    variables: Sequence[Any],
+    optimizer: keras.optimizers.Optimizer, sync: Asynchronous, variables: Sequence[Any]
 ) -> LocalTraining:
     """The training of a built optimizer at the hosts' own pace."""
     strategy = strategy_of(optimizer)

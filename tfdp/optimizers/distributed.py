@@ -29,11 +29,7 @@ from tfdp.step.buffer_synchronization import synchronize_layer_state
 from tfdp.step.local_run import has_no_effect
 from tfdp.step.local_training import LocalTraining
 from tfdp.step.local_values import LocalValues
-from tfdp.step.optimizers import (
-    build_before_step,
-    refuse_overwritten,
-    takes_reduced,
-)
+from tfdp.step.optimizers import build_before_step, refuse_overwritten, takes_reduced
 from tfdp.sync.asynchronous import Asynchronous
 from tfdp.sync.backup_workers import BackupWorkers
 from tfdp.sync.diloco import DiLoCo
@@ -327,12 +323,13 @@ class DistributedOptimizer(hooks.LossScaleHooks):
             return gradients
         run, rank = found
         places = [i for i, g in enumerate(gradients) if g is not None]
-        own = [gradients[i] for i in places]
+        given = [gradients[i] for i in places]
         of = [variables[i] for i in places]
         if self._rounds is None:
-            reduced = reduce_gradients(own, run, rank, of, self)
+            reduced = reduce_gradients(given, run, rank, of, self)
         else:
-            reduced = self._rounds.reduced(own, of, weight, run, rank)
+            own = Reduction(given, of, run, rank, self)
+            reduced = self._rounds.reduced(own, weight)
         results = list(gradients)
         for place, gradient in zip(places, reduced, strict=True):
             results[place] = gradient

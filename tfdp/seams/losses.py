@@ -11,17 +11,18 @@ strategy of the calling thread:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 from keras import ops
 
 from tfdp.errors import SeamError
-from tfdp.seams.plain_losses import is_plain
 from tfdp.seams.replace import replace_for_good
 from tfdp.seams.table import LOSS
 
@@ -120,13 +121,31 @@ _REPLACEMENTS = {
 }
 
 
+class _Plain(threading.local):
+    is_on = False
+
+
+_plain = _Plain()
+
+
+@contextlib.contextmanager
+def plain_losses() -> Iterator[None]:
+    """Within this, losses of the calling thread's replica are means of its own rows, as
+    on one device: for libraries that combine them."""
+    _plain.is_on = True
+    try:
+        yield
+    finally:
+        _plain.is_on = False
+
+
 def _losses_here() -> tuple[bool, Any]:
     """Whether the thread is in the scope of a tfdp strategy, and what scales losses on
     its replica; None: it is on no replica."""
     strategy = tf.distribute.get_strategy()
     if not hasattr(type(strategy), LOSSES_OF_REPLICA):
         return False, None
-    if tf.distribute.in_cross_replica_context() or is_plain():
+    if tf.distribute.in_cross_replica_context() or _plain.is_on:
         return True, None
     return True, getattr(strategy, LOSSES_OF_REPLICA)
 

@@ -190,19 +190,12 @@ SEAMS: tuple[Seam, ...] = (
         "always",
         "a replica notes which number a gradient is of",
     ),
-    Seam(
+    *_seams(
         "tensorflow",
-        "shape",
-        "(input, out_type=None, name=None)",
         "always",
         "in a replica also a static number of rows is known as one",
-    ),
-    Seam(
-        "tensorflow",
-        "size",
-        "(input, out_type=None, name=None)",
-        "always",
-        "as for shape",
+        shape="(input, out_type=None, name=None)",
+        size="(input, out_type=None, name=None)",
     ),
     Seam(
         "keras.layers:BatchNormalization",
@@ -234,19 +227,12 @@ SEAMS: tuple[Seam, ...] = (
         "a condition that depends on the rank is known to differ by replica",
     ),
     # What Keras does to variables, metrics, models and loops.
-    Seam(
+    *_seams(
         VARIABLE,
-        "assign_add",
-        "(self, value)",
         "always",
         "notes the value that is added: Keras assigns the sum",
-    ),
-    Seam(
-        VARIABLE,
-        "assign_sub",
-        "(self, value)",
-        "always",
-        "as for assign_add",
+        assign_add="(self, value)",
+        assign_sub="(self, value)",
     ),
     Seam(
         VARIABLE,

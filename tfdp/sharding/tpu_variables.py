@@ -46,12 +46,12 @@ class TPUShardedVariable(AssignedInReplica, ShardedVariable):
     def _together(self, value: tf.Tensor) -> tf.Tensor:
         return value
 
-    def assign_here(self, value: Any, name: str | None, read_value: bool) -> Any:
+    def assign_here(self, value: Any, *args: Any, **kwargs: Any) -> Any:
         value = tf.cast(value, self.dtype)
         if updating_rank() is None:
             value = shard_of(value, self.layout, current_rank())
         value = tf.ensure_shape(value, [self.layout.shard_elements])
-        return assign_in_replica(self, value, False, name, read_value)
+        return assign_in_replica(self, value, *args, **kwargs)
 
 
 class TPUShardUpdatedVariable(TPUReplicaVariable, ShardUpdatedVariable):

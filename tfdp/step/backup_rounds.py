@@ -78,12 +78,6 @@ class BackupRounds(LocalTraining):
         rate = rate_variable(inner)
         return rate if isinstance(rate, LocalView) else None
 
-    def _state_of_host(self) -> list[LocalView]:
-        own = [variable.value for variable in self._optimizer.variables]
-        found = [*self._weights, *self._layer_state]
-        found += [variable for variable in own if isinstance(variable, LocalView)]
-        return list({id(variable): variable for variable in found}.values())
-
     def keep_layer_state(self, variables: Sequence[Any]) -> None:
         """The state of layers, which has no local values here."""
         self._layer_state = [one for one in variables if isinstance(one, LocalView)]
@@ -113,24 +107,18 @@ class BackupRounds(LocalTraining):
     def synchronize_layer_state(self, run: Step, rank: int) -> None:
         synchronize_layer_state(run, rank)
 
-    def reduced(
-        self,
-        gradients: Sequence[Any],
-        variables: Sequence[Any],
-        weight: tf.Tensor | None,
-        run: Step,
-        rank: int,
-    ) -> list[Any]:
+    def reduced(self, own: Reduction, weight: tf.Tensor | None) -> list[Any]:
         """The mean gradient over the hosts that came; this host may have been late."""
-        self._check(run, weight)
-        gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
-        state = run.take_local_state(rank)
-        run.return_local_state(rank, state)
-        own = Reduction(list(gradients), variables, run, rank, self._optimizer)
+        rank = own.rank
+        self._check(own.run, weight)
+        gradients = [tf.convert_to_tensor(gradient) for gradient in own.gradients]
+        state = own.run.take_local_state(rank)
+        own.run.return_local_state(rank, state)
+        own.gradients = list(gradients)
         sums = reduce(own, chain_of(own), HostSums(self._pipeline))
         values = [
             tf.ensure_shape(total, variable.shape)
-            for total, variable in zip(sums, variables, strict=True)
+            for total, variable in zip(sums, own.variables, strict=True)
         ]
         values += [own_copy(variable, rank).read_value() for variable in state]
         rate = self._rate
@@ -141,7 +129,7 @@ class BackupRounds(LocalTraining):
         means, numbers = self._pipeline.meet_quorum(count, weight, values, rank)
         self._elastic.note_outcome(numbers[0], rank)
         self._due[rank] = means, state
-        return list(gradients)  # of this host, in the place of those of `around`
+        return gradients  # of this host, in the place of those of `around`
 
     def _check(self, run: Step, weight: tf.Tensor | None) -> None:
         if run is not self._run:

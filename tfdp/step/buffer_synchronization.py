@@ -102,16 +102,6 @@ MOST_NAMES = 3
 SUM_FIRST = "Sum that over all replicas first: tfdp.losses.all_sum(x)"
 
 
-def _refuse_row_state(layer: keras.layers.RNN) -> None:
-    raise ConfigurationError(
-        f"The layer {layer.name!r} has stateful=True: it stores a state for each row "
-        "of a batch, and each replica has other rows. Return the states "
-        "(return_state=True) and pass them on as initial_state with the batches; or "
-        "train, evaluate and predict on one device, with a model that is made outside "
-        "of the scope (model.set_weights copies the weights)."
-    )
-
-
 def _without_row_state(call: Callable[..., Any]) -> Callable[..., Any]:
     """A recurrent layer's `call`, which refuses `stateful=True` on several replicas."""
 
@@ -119,7 +109,14 @@ def _without_row_state(call: Callable[..., Any]) -> Callable[..., Any]:
     def checked_call(self: Any, *args: Any, **kwargs: Any) -> Any:
         found = current_run() if self.stateful else None
         if found is not None and not found[0].is_of_one:
-            _refuse_row_state(self)
+            raise ConfigurationError(
+                f"The layer {self.name!r} has stateful=True: it stores a state for "
+                "each row of a batch, and each replica has other rows. Return the "
+                "states (return_state=True) and pass them on as initial_state with "
+                "the batches; or train, evaluate and predict on one device, with a "
+                "model that is made outside of the scope (model.set_weights copies "
+                "the weights)."
+            )
         return call(self, *args, **kwargs)
 
     return checked_call

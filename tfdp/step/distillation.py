@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tfdp.losses import local_mean
-from tfdp.seams.plain_losses import plain_losses
+from tfdp.seams.losses import plain_losses
 from tfdp.seams.replace import replace_for_good
 from tfdp.tracing.run import current_run
 

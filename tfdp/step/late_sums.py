@@ -37,7 +37,7 @@ from tfdp.step.local_run import LocalLook
 from tfdp.step.local_training import LocalTraining
 from tfdp.step.loop_ends import call_at_loops
 from tfdp.sync.late import LateSums
-from tfdp.tracing.run import Step, current_run
+from tfdp.tracing.run import current_run
 from tfdp.variables.local_view import LocalView
 from tfdp.variables.own_values import OfRanks
 
@@ -115,15 +115,9 @@ class LateUpdates(LocalTraining):
         first = len(self._variables)
         return list(range(first, first + len(self._layer_state)))
 
-    def reduced(
-        self,
-        gradients: Sequence[Any],
-        variables: Sequence[Any],
-        weight: tf.Tensor | None,
-        run: Step,
-        rank: int,
-    ) -> list[Any]:
+    def reduced(self, own: Reduction, weight: tf.Tensor | None) -> list[Any]:
         """Begins the sum of these gradients; returns them as they are."""
+        run, rank = own.run, own.rank
         if run.guard is not None:
             raise ConfigurationError(
                 "NaNGuard skips the update of the batch that is not finite, and with "
@@ -133,7 +127,7 @@ class LateUpdates(LocalTraining):
         self._refuse_second_update(run, rank, "sum of gradients")
         self._take_state(run, rank)
         scale, parts = self._scale(), []
-        for gradient in gradients:
+        for gradient in own.gradients:
             part = tf.convert_to_tensor(gradient)
             part = tf.cast(part, _wide(part.dtype))
             if scale is not None:
@@ -150,13 +144,13 @@ class LateUpdates(LocalTraining):
             addend(v.local_copy(rank).read_value(), rows) for v in self._layer_state
         ]
         state = [tf.cast(value, _wide(value.dtype)) for value in state]
-        places = [variable_index(self._optimizer, one) for one in variables]
+        places = [variable_index(self._optimizer, one) for one in own.variables]
         self._places = [*places, WEIGHT, ROWS, *self._rates, *self._places_of_state]
         begin = functools.partial(self._begin, tuple(self._places))
         counts = [tf.cast(own_weight, tf.float32), rows]
         sent = [*parts, *counts, *self._rates_to_send(rank), *state]
         self._begun[rank] = self._late.hand_over(begin, sent, rank), places
-        return list(gradients)
+        return own.gradients
 
     def _rates_to_send(self, rank: int) -> list[tf.Tensor]:
         """The learning rates, of which the first replica of all hosts sends its own."""

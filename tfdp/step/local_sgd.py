@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import tensorflow as tf
@@ -87,13 +88,6 @@ class Rounds(LocalTraining):
             own = strategy, self._elastic, self._state_of_host, self._skip
             self._elastic = quorum_rounds(sync, *own)
 
-    def _state_of_host(self) -> list[LocalView]:
-        """All state that a joining host needs."""
-        own = [variable.value for variable in self._optimizer.variables]
-        found = [*self._weights, *self._layer_state]
-        found += [variable for variable in own if isinstance(variable, LocalView)]
-        return list({id(variable): variable for variable in found}.values())
-
     def before_step(self, run: Step) -> None:
         """Call it outside of replicas."""
         super().before_step(run)
@@ -127,40 +121,35 @@ class Rounds(LocalTraining):
         if self._in_flight:
             self._in_flight[-1].grow(variable.shape, variable.dtype)
 
-    def reduced(
-        self,
-        gradients: Sequence[Any],
-        variables: Sequence[Any],
-        weight: tf.Tensor | None,
-        run: Step,
-        rank: int,
-    ) -> list[Any]:
+    def reduced(self, own: Reduction, weight: tf.Tensor | None) -> list[Any]:
         """The gradient of the mean over the replicas that step together.
 
         Args:
-          gradients: this replica's part of its group's mean gradient, of `variables`.
-            Slices become dense if the group has several replicas.
+          own: this replica's part of its group's mean gradient. Slices become dense if
+            the group has several replicas.
           weight: of the group's mean against other groups'; None: it is a sum.
         """
-        state = self._take_state(run, rank)
-        start, alone = self.sync.start_step, run.group_size == 1
+        rank, gradients = own.rank, own.gradients
+        state = self._take_state(own.run, rank)
+        start, alone = self.sync.start_step, own.run.group_size == 1
         if not alone:
             gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
+
+        def parts() -> Reduction:
+            return replace(own, gradients=list(gradients), riders=[])
 
         def within() -> list[Any]:
             if alone:
                 return list(gradients)  # slices stay slices
-            own = Reduction(list(gradients), variables, run, rank, self._optimizer)
-            return self._within_group(state, own)
+            return self._within_group(state, parts())
 
         def everywhere() -> list[Any]:
-            own = Reduction(list(gradients), variables, run, rank, self._optimizer)
             chain = [AllGroups(state, weight, self._reducer)]
-            return reduce(own, chain, self._reducer)
+            return reduce(parts(), chain, self._reducer)
 
         if start == 0:
             return within()
-        parts = tf.cond(
+        results = tf.cond(
             self._count(rank) < start,
             lambda: _parts_of(everywhere()),
             lambda: _parts_of(within()),
@@ -169,7 +158,7 @@ class Rounds(LocalTraining):
             tf.IndexedSlices(*part, gradient.dense_shape)
             if isinstance(gradient, tf.IndexedSlices)
             else part[0]
-            for part, gradient in zip(parts, gradients, strict=True)
+            for part, gradient in zip(results, gradients, strict=True)
         ]
 
     def synchronize_layer_state(self, run: Step, rank: int) -> None:

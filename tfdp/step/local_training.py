@@ -30,6 +30,7 @@ class LocalTraining(Stage):
     compressed: CompressedSums | None = None
     #: Elastic training: hosts may die and rejoin; else None.
     _elastic: ElasticRounds | None = None
+    _weights: Sequence[LocalView]
 
     def __init__(
         self, strategy: tf.distribute.Strategy, group_size: int, optimizer: Optimizer
@@ -61,21 +62,21 @@ class LocalTraining(Stage):
                 self._layer_state.append(variable)
                 self._make_room_for(variable)
 
+    def _state_of_host(self) -> list[LocalView]:
+        """All state that a joining host needs."""
+        own = [variable.value for variable in self._optimizer.variables]
+        found = [*self._weights, *self._layer_state]
+        found += [variable for variable in own if isinstance(variable, LocalView)]
+        return list({id(variable): variable for variable in found}.values())
+
     def _make_room_for(self, variable: LocalView) -> None:
         """Called with each variable that is kept."""
 
-    def reduced(
-        self,
-        gradients: Sequence[Any],
-        variables: Sequence[Any],
-        weight: tf.Tensor | None,
-        run: Step,
-        rank: int,
-    ) -> list[Any]:
+    def reduced(self, own: Reduction, weight: tf.Tensor | None) -> list[Any]:
         """The gradients of the update that follows.
 
         Args:
-          gradients: this replica's part of its group's mean gradient, of `variables`.
+          own: this replica's part of its group's mean gradient.
           weight: of the group's mean against other groups'; None: it is a sum.
         """
         raise NotImplementedError

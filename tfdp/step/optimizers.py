@@ -31,11 +31,7 @@ from tfdp._private.optimizer_hooks import (
 )
 from tfdp._private.step_ops import operations_within
 from tfdp.chain.reduction import Reduction, update_through
-from tfdp.chain.stages import (
-    agree_finite,
-    largest_of_replicas,
-    reduce_gradients,
-)
+from tfdp.chain.stages import agree_finite, largest_of_replicas, reduce_gradients
 from tfdp.chain.table_rows import CLIPPING
 from tfdp.compression.method import momentum_compression_of
 from tfdp.errors import ConfigurationError, ScopeError
@@ -389,10 +385,7 @@ def is_overwritten(variable: Any) -> bool:
 
 
 def maximize_stored_values(
-    gradients: list[Any],
-    variables: Sequence[Any],
-    run: Step,
-    optimizer: Optimizer,
+    gradients: list[Any], variables: Sequence[Any], run: Step, optimizer: Optimizer
 ) -> list[Any]:
     """`gradients`, where values to store are the elementwise maximum over all replicas.
 

@@ -73,8 +73,8 @@ class OwnPace(LocalTraining):
         #: By staleness, the updates of all owners up to the last meeting.
         self.staleness: dict[int, int] = {}
         #: Saves where another host wants to, and is called while this one waits.
-        self.save: Callable[[], None] = _nothing
-        self.poll: Callable[[], None] = _nothing
+        self.save: Callable[[], None] = lambda: None
+        self.poll: Callable[[], None] = lambda: None
         #: By replica, while a step is traced: the version, and the weights.
         self._pulled: dict[int, list[tf.Tensor]] = {}
         call_at_loops(self)
@@ -108,21 +108,15 @@ class OwnPace(LocalTraining):
                 "where an epoch ends. Call model.fit, or leave out sync."
             )
 
-    def reduced(
-        self,
-        gradients: Sequence[Any],
-        variables: Sequence[Any],
-        weight: tf.Tensor | None,
-        run: Step,
-        rank: int,
-    ) -> list[Any]:
+    def reduced(self, own: Reduction, weight: tf.Tensor | None) -> list[Any]:
         """Pushes the mean gradient of this host's batch, and pulls the weights."""
-        self._refuse_second_update(run, rank, "push")
-        self.synchronize_layer_state(run, rank)
-        places = [variable_index(self._optimizer, one) for one in variables]
-        types = [variable.value.dtype for variable in variables]
+        rank, gradients = own.rank, own.gradients
+        self._refuse_second_update(own.run, rank, "push")
+        self.synchronize_layer_state(own.run, rank)
+        places = [variable_index(self._optimizer, one) for one in own.variables]
+        types = [variable.value.dtype for variable in own.variables]
         rate = tf.convert_to_tensor(self._inner.learning_rate)
-        numbers = [tf.cast(rate, tf.float32), run.total_in_group(rank)]
+        numbers = [tf.cast(rate, tf.float32), own.run.total_in_group(rank)]
         # TensorFlow keeps functions of its graphs: this training may end before.
         push, are_rows = weakref.WeakMethod(self._push), list(map(_is_rows, gradients))
         self._pulled[rank] = self._transport.late.call_with(
@@ -134,7 +128,7 @@ class OwnPace(LocalTraining):
             + [tf.TensorSpec(weight.shape, weight.dtype) for weight in self._weights],
             rank,
         )
-        return list(gradients)
+        return gradients
 
     def _push(
         self,
@@ -282,10 +276,6 @@ class WatchedValues(LocalValues):
     def note_change(self, rank: int | None = None) -> None:
         self.were_assigned = True
         super().note_change(rank)
-
-
-def _nothing() -> None:
-    """In the place of a callback that saves."""
 
 
 def _is_rows(gradient: Any) -> bool:

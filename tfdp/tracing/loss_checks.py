@@ -26,13 +26,14 @@ from tfdp.tracing.keras_steps import is_stock_step, name_of_step
 from tfdp.tracing.loss_shares import LossShares, Standing, standing_of
 from tfdp.tracing.run import Step
 
+IN_LIBRARY = "If a library computes it, see docs/own-losses.md"
 MIXED = (
     "{subject} a loss with one part that is the replica's share of the global loss (a "
     "Keras loss took its mean) and another part that is not, such as a mean taken by "
     "hand, a penalty on weights, or sum(self.losses). If gradients are taken of it, "
     "that part counts once for each replica: scale it with "
     "tfdp.losses.local_mean(...), or, if it is a sum over rows, "
-    "tfdp.losses.local_sum(...)"
+    f"tfdp.losses.local_sum(...). {IN_LIBRARY}"
 )
 
 
@@ -46,7 +47,7 @@ def is_share(shares: LossShares, loss: Any, caller: str) -> bool:
             "the global loss already (a Keras loss took its mean, or local_mean or "
             "local_sum was called), and another part is not, or that is not a plain "
             "sum of such parts. Call tfdp.losses.local_mean(...) on the other part "
-            "alone, and add the Keras loss to its result."
+            f"alone, and add the Keras loss to its result. {IN_LIBRARY}."
         )
     return standing is Standing.SHARE
 
@@ -380,5 +381,5 @@ def _unscaled(run: Step, why: str, optimizer: str = "") -> str:
         f"over the local batch makes each update {run.group_size} times too large. If "
         "it is such a mean, or the same on all replicas, take the gradient of "
         "tfdp.losses.local_mean(loss); if it is a sum, or divided by the global batch, "
-        "of tfdp.losses.local_sum(loss)"
+        f"of tfdp.losses.local_sum(loss). {IN_LIBRARY}"
     )

@@ -171,31 +171,18 @@ class ReplicaMirroredVariable(PythonValue, HandleOfReplica, OwnMeans, LocalView)
         with run.summing_own_parts(rank):
             return super()._update_replica(update_fn, value, **kwargs)
 
-    def assign_add(
-        self,
-        delta: Any,
-        use_locking: bool = False,
-        name: str | None = None,
-        read_value: bool = True,
-    ) -> Any:
+    def assign_add(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
         """Adds; independent additions of replicas become `v + d` in the graph."""
         if self._is_of_replica_in_graph():
             delta = tf.convert_to_tensor(delta, self.dtype)
-            total = self.read_value() + delta
-            return self.assign(total, use_locking, name, read_value)
-        return super().assign_add(delta, use_locking, name, read_value)
+            return self.assign(self.read_value() + delta, *args, **kwargs)
+        return super().assign_add(delta, *args, **kwargs)
 
-    def assign_sub(
-        self,
-        delta: Any,
-        use_locking: bool = False,
-        name: str | None = None,
-        read_value: bool = True,
-    ) -> Any:
+    def assign_sub(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
         if self._is_of_replica_in_graph():
             delta = tf.convert_to_tensor(delta, self.dtype)
-            return self.assign_add(-delta, use_locking, name, read_value)
-        return super().assign_sub(delta, use_locking, name, read_value)
+            return self.assign_add(-delta, *args, **kwargs)
+        return super().assign_sub(delta, *args, **kwargs)
 
     def _is_of_replica_in_graph(self) -> bool:
         """Whether a replica assigns, in a graph, a float that is not aggregated."""

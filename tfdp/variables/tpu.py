@@ -35,44 +35,26 @@ class AssignedInReplica(TPUVariableMixin):
         """`value` aggregated over the replicas."""
         raise NotImplementedError
 
-    def assign_here(self, value: Any, name: str | None, read_value: bool) -> Any:
+    def assign_here(self, value: Any, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
-    def assign(
-        self,
-        value: Any,
-        use_locking: bool = False,
-        name: str | None = None,
-        read_value: bool = True,
-    ) -> Any:
+    def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
         if not in_tpu_replica():
-            return super().assign(value, use_locking, name, read_value)
-        return self.assign_here(value, name, read_value)
+            return super().assign(value, *args, **kwargs)
+        return self.assign_here(value, *args, **kwargs)
 
-    def assign_add(
-        self,
-        delta: Any,
-        use_locking: bool = False,
-        name: str | None = None,
-        read_value: bool = True,
-    ) -> Any:
+    def assign_add(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
         if not in_tpu_replica():
-            return super().assign_add(delta, use_locking, name, read_value)
+            return super().assign_add(delta, *args, **kwargs)
         stored = self._stored()
         delta = self._together(tf.convert_to_tensor(delta, stored.dtype))
-        return assign_in_replica(self, stored + delta, False, name, read_value)
+        return assign_in_replica(self, stored + delta, *args, **kwargs)
 
-    def assign_sub(
-        self,
-        delta: Any,
-        use_locking: bool = False,
-        name: str | None = None,
-        read_value: bool = True,
-    ) -> Any:
+    def assign_sub(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
         if not in_tpu_replica():
-            return super().assign_sub(delta, use_locking, name, read_value)
+            return super().assign_sub(delta, *args, **kwargs)
         delta = tf.convert_to_tensor(delta, self.dtype)
-        return self.assign_add(-delta, use_locking, name, read_value)
+        return self.assign_add(-delta, *args, **kwargs)
 
 
 class TPUReplicaVariable(PythonValue, OwnMeans, AssignedInReplica, TPUMirroredVariable):
@@ -81,28 +63,24 @@ class TPUReplicaVariable(PythonValue, OwnMeans, AssignedInReplica, TPUMirroredVa
     def _stored(self) -> tf.Tensor:
         return read_stored(self)
 
-    def scatter_add(
-        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
-    ) -> Any:
+    def scatter_add(self, sparse_delta: Any, *args: Any, **kwargs: Any) -> Any:
         """Adds slices that are identical on every replica, as stock ones cannot."""
         plain, op = super().scatter_add, tf.raw_ops.ResourceScatterAdd
-        return self._scatter(op, plain, sparse_delta, use_locking, name)
+        return self._scatter(op, plain, sparse_delta, *args, **kwargs)
 
-    def scatter_sub(
-        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
-    ) -> Any:
+    def scatter_sub(self, sparse_delta: Any, *args: Any, **kwargs: Any) -> Any:
         plain, op = super().scatter_sub, tf.raw_ops.ResourceScatterSub
-        return self._scatter(op, plain, sparse_delta, use_locking, name)
+        return self._scatter(op, plain, sparse_delta, *args, **kwargs)
 
-    def scatter_update(
-        self, sparse_delta: Any, use_locking: bool = False, name: str | None = None
-    ) -> Any:
+    def scatter_update(self, sparse_delta: Any, *args: Any, **kwargs: Any) -> Any:
         plain, op = super().scatter_update, tf.raw_ops.ResourceScatterUpdate
-        return self._scatter(op, plain, sparse_delta, use_locking, name)
+        return self._scatter(op, plain, sparse_delta, *args, **kwargs)
 
-    def _scatter(self, op: Callable, plain: Callable, slices: Any, *rest: Any) -> Any:
+    def _scatter(
+        self, op: Callable, plain: Callable, slices: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         if not in_tpu_replica():
-            return plain(slices, *rest)
+            return plain(slices, *args, **kwargs)
         if not self.distribute_strategy.extended.is_updating_own_copy:
             raise CollectiveError(
                 f"Slices of the variable {self.name!r} are assigned outside of an "
@@ -114,9 +92,9 @@ class TPUReplicaVariable(PythonValue, OwnMeans, AssignedInReplica, TPUMirroredVa
         with tf.control_dependencies([done]):
             return self._read_variable_op()
 
-    def assign_here(self, value: Any, name: str | None, read_value: bool) -> Any:
+    def assign_here(self, value: Any, *args: Any, **kwargs: Any) -> Any:
         value = self._together(tf.convert_to_tensor(value, self.dtype))
-        return assign_in_replica(self, value, False, name, read_value)
+        return assign_in_replica(self, value, *args, **kwargs)
 
     def _together(self, value: tf.Tensor) -> tf.Tensor:
         extended = self.distribute_strategy.extended
@@ -151,9 +129,9 @@ class TPUSeedVariable(TPUReplicaVariable):
         offset = self.own_offset()
         return stored if offset is None else stored + offset
 
-    def assign_here(self, value: Any, name: str | None, read_value: bool) -> Any:
+    def assign_here(self, value: Any, *args: Any, **kwargs: Any) -> Any:
         offset = self.own_offset()
         value = tf.convert_to_tensor(value, self.dtype)
         if offset is not None:
             value = value - offset
-        return super().assign_here(value, name, read_value)
+        return super().assign_here(value, *args, **kwargs)

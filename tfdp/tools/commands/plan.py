@@ -104,11 +104,7 @@ def _answer(
     import_tensorflow_quietly(without=NOT_NEEDED_FOR_A_STEP)
     from tfdp.tools.planning.answer import Answer
     from tfdp.tools.planning.planner import Planner, have_devices
-    from tfdp.tools.planning.ways import (
-        largest_batch,
-        settings_to_try,
-        ways_to_fit,
-    )
+    from tfdp.tools.planning.ways import largest_batch, settings_to_try, ways_to_fit
 
     note_used()  # suppresses the warning about a strategy without a scope
     have_devices(options.replicas, is_offloading=sharding.offloads)

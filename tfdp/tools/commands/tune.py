@@ -22,12 +22,7 @@ from tfdp.plan.sizes import bytes_of
 from tfdp.progress_bar import progress_bar
 from tfdp.tools.bench.python_process import ended_together
 from tfdp.tools.commands.check_target import end_help
-from tfdp.tools.commands.plan_model import (
-    BATCH_HELP,
-    FORMS,
-    check_model,
-    parse_model,
-)
+from tfdp.tools.commands.plan_model import BATCH_HELP, FORMS, check_model, parse_model
 from tfdp.tools.commands.tune_processes import TrialFailed, Trials
 from tfdp.tools.commands.tune_run import Finished, TuneRun, batch_of_script, what_fits
 from tfdp.tools.report.charts import PART_BARS_STYLE, part_bars

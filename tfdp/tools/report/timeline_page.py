@@ -9,13 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tfdp.tools.report.charts import ticks_between
-from tfdp.tools.report.html_page import (
-    html_page,
-    legend,
-    scrolls,
-    svg_line,
-    svg_text,
-)
+from tfdp.tools.report.html_page import html_page, legend, scrolls, svg_line, svg_text
 
 if TYPE_CHECKING:
     from tfdp._private.step_trace import TraceEvent

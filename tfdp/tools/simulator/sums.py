@@ -90,8 +90,13 @@ def exchange_stages(
         share = machine.within_host.compute_share
         stages.append(Stage(WITHIN, seconds + machine.launch_seconds, share))
     if lossy is not None and is_small:
-        hosts = topology.hosts
-        return [*stages, *_small(size_bytes, hosts, machine, part, lossy, tensors)]
+        hosts, link = topology.hosts, machine.between_hosts
+        half = part * lossy.coding_seconds(size_bytes, tensors) / 2
+        seconds = part * lossy.sent_bytes(size_bytes, hosts) / link.rate
+        seconds += part * lossy.rounds(hosts) * link.latency_seconds
+        sent = Stage(BETWEEN, seconds + machine.launch_seconds, link.compute_share)
+        coding = Stage(CODING, half, lossy.compute_share)
+        return [*stages, coding, sent, coding]
     if topology.hosts > 1:
         seconds = part * _between(size_bytes, topology.hosts, machine, algorithm)
         share = machine.between_hosts.compute_share
@@ -137,26 +142,6 @@ def row_stages(
             seconds = hosts * devices * row_bytes / rate
             stages.append(Stage(WITHIN, seconds, within.compute_share))
     return stages
-
-
-def _small(
-    size_bytes: float,
-    hosts: int,
-    machine: Machine,
-    part: float,
-    lossy: Lossy,
-    tensors: int,
-) -> list[Stage]:
-    link = machine.between_hosts
-    half = part * lossy.coding_seconds(size_bytes, tensors) / 2
-    seconds = part * lossy.sent_bytes(size_bytes, hosts) / link.rate
-    seconds += part * lossy.rounds(hosts) * link.latency_seconds
-    seconds += machine.launch_seconds
-    return [
-        Stage(CODING, half, lossy.compute_share),
-        Stage(BETWEEN, seconds, link.compute_share),
-        Stage(CODING, half, lossy.compute_share),
-    ]
 
 
 def _flat_ring(

@@ -19,10 +19,7 @@ from tfdp.tools.bench.results import ArmResult, CaseResult
 
 
 def measure_groups(
-    request: Request,
-    timeout_seconds: float,
-    *,
-    hosts: TwoHosts | None = None,
+    request: Request, timeout_seconds: float, *, hosts: TwoHosts | None = None
 ) -> tuple[CaseResult | None, dict[str, str]]:
     """Runs every arm of a case in its own processes, `hosts` or here.
 
