@@ -5,21 +5,33 @@ blocks      shared by methods that cut numbers into blocks
 cast, int8, fp8, sign_sgd, top_k, random_k, power_sgd   one method each
 """
 
-from typing import Any
+from __future__ import annotations
 
-from tfdp.compression.casting import Cast
-from tfdp.compression.floats import FP8
-from tfdp.compression.integers import Int4, Int8
-from tfdp.compression.method import Method
-from tfdp.compression.power_sgd import PowerSGD
-from tfdp.compression.random_k import RandomK
-from tfdp.compression.sign_sgd import SignSGD
-from tfdp.compression.top_k import TopK
+from typing import TYPE_CHECKING, Any
+
+from tfdp._private.lazy_names import lazy_names
 from tfdp.errors import ConfigurationError
 
-_METHODS: dict[str, type[Method]] = {
-    method.__name__: method
-    for method in (Cast, FP8, Int4, Int8, PowerSGD, RandomK, SignSGD, TopK)
+if TYPE_CHECKING:
+    from tfdp.compression.casting import Cast
+    from tfdp.compression.floats import FP8
+    from tfdp.compression.integers import Int4, Int8
+    from tfdp.compression.method import Method
+    from tfdp.compression.power_sgd import PowerSGD
+    from tfdp.compression.random_k import RandomK
+    from tfdp.compression.sign_sgd import SignSGD
+    from tfdp.compression.top_k import TopK
+
+# Imported when first used: a method -> its module.
+_METHODS = {
+    "Cast": "tfdp.compression.casting",
+    "FP8": "tfdp.compression.floats",
+    "Int4": "tfdp.compression.integers",
+    "Int8": "tfdp.compression.integers",
+    "PowerSGD": "tfdp.compression.power_sgd",
+    "RandomK": "tfdp.compression.random_k",
+    "SignSGD": "tfdp.compression.sign_sgd",
+    "TopK": "tfdp.compression.top_k",
 }
 
 
@@ -36,7 +48,8 @@ def from_config(config: dict[str, Any]) -> Method:
             f"No method of tfdp.compression is called {name!r}. Known: "
             f"{', '.join(sorted(_METHODS))}."
         )
-    return _METHODS[name](**values)
+    method: Method = __getattr__(name)(**values)
+    return method
 
 
 __all__ = [
@@ -50,7 +63,4 @@ __all__ = [
     "TopK",
     "from_config",
 ]
-
-
-def __dir__() -> list[str]:
-    return [*__all__]
+__getattr__, __dir__ = lazy_names(__name__, _METHODS)
