@@ -199,7 +199,7 @@ def test_options_that_act_on_one_host_do(options):
 def auto_on_a_tpu(monkeypatch, **options):
     monkeypatch.setenv("TPU_NAME", "my-tpu")
     monkeypatch.setattr(
-        "tfdp.strategies.auto.TPUDataParallelStrategy",
+        "tfdp.strategies.tpu.TPUDataParallelStrategy",
         lambda address, **options: StandInStrategy(2, **options),
     )
     return tfdp.auto_strategy(communication=tfdp.Communication(**options))

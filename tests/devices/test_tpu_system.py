@@ -33,7 +33,7 @@ def test_auto_strategy_passes_address_and_options(monkeypatch):
     seen = []
     monkeypatch.setenv("TPU_NAME", "my-tpu")
     monkeypatch.setattr(
-        "tfdp.strategies.auto.TPUDataParallelStrategy",
+        "tfdp.strategies.tpu.TPUDataParallelStrategy",
         lambda tpu, **options: seen.append((tpu, options)) or StandInStrategy(2),
     )
     tfdp.auto_strategy(wire_dtype="bfloat16")

@@ -7,7 +7,6 @@ from typing import Any
 
 import keras
 
-from tfdp.callbacks.gather_from_hosts import refuse_strategy
 from tfdp.callbacks.other_callbacks import Logs
 from tfdp.chain.norms import NormsOfStep
 from tfdp.checks import is_number
@@ -17,6 +16,7 @@ from tfdp.plan.noise_scale import NoiseAverage, NoiseEstimate, split_norms
 from tfdp.step.find_optimizers import optimizers_of
 from tfdp.step.local_run import optimizers_with_sync
 from tfdp.step.observers import NormsReader
+from tfdp.strategies.gather_from_hosts import refuse_strategy
 
 # (1 + decay) / (1 - decay), the number of steps that count, is `FEWEST_STEPS` here.
 LEAST_DECAY = 0.5

@@ -11,12 +11,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp.callbacks.gather_from_hosts import (
-    first_rank_of,
-    gather_from_hosts,
-    places_of,
-    refuse_strategy,
-)
 from tfdp.callbacks.other_callbacks import Logs, refuse_others
 from tfdp.callbacks.step_count import StepCount, check_count, is_due
 from tfdp.chain.compression import STATE
@@ -27,6 +21,12 @@ from tfdp.sharding.variables import ShardedVariable
 from tfdp.step.find_optimizers import innermost_optimizers, optimizers_of
 from tfdp.step.finite_trace import Finding, find_not_finite, weights_not_finite
 from tfdp.step.observers import attach, detach
+from tfdp.strategies.gather_from_hosts import (
+    first_rank_of,
+    gather_from_hosts,
+    places_of,
+    refuse_strategy,
+)
 
 REACTIONS = ("raise", "skip", "rollback")
 # Gradients of a replica that a message names.

@@ -8,18 +8,18 @@ from typing import Any
 
 import keras
 
-from tfdp.callbacks.gather_from_hosts import (
-    first_rank_of,
-    gather_from_hosts,
-    places_of,
-    refuse_strategy,
-)
 from tfdp.callbacks.other_callbacks import Logs
 from tfdp.callbacks.step_count import StepCount, is_due
 from tfdp.checks import check_one_of, check_whole
 from tfdp.errors import CollectiveError, ReplicaDriftError, ReplicaDriftWarning
 from tfdp.plan.drift import Drift, Holding, find_drifts
 from tfdp.step.replicated_state import replicated_state_of
+from tfdp.strategies.gather_from_hosts import (
+    first_rank_of,
+    gather_from_hosts,
+    places_of,
+    refuse_strategy,
+)
 from tfdp.variables.bit_hash import bit_hash
 
 REACTIONS = ("raise", "warn")

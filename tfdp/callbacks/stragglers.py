@@ -8,7 +8,6 @@ import sys
 import keras
 
 from tfdp._private.keras_fit import callbacks_around
-from tfdp.callbacks.gather_from_hosts import refuse_strategy
 from tfdp.callbacks.other_callbacks import Logs
 from tfdp.callbacks.step_count import is_due
 from tfdp.chain.step_times import StepTimes
@@ -18,6 +17,7 @@ from tfdp.plan.stragglers import Scores, SlowWorker
 from tfdp.step.find_optimizers import optimizers_of
 from tfdp.step.local_run import optimizers_with_sync
 from tfdp.step.observers import attach, detach
+from tfdp.strategies.gather_from_hosts import refuse_strategy
 
 # Fewer steps do not show what is usual.
 FEWEST_STEPS = 3

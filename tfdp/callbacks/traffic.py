@@ -7,12 +7,12 @@ from typing import Any
 
 import keras
 
-from tfdp.callbacks.gather_from_hosts import refuse_strategy
 from tfdp.callbacks.other_callbacks import Logs
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.reducer import reducer_of
 from tfdp.exchange.traffic import TrafficMeter
 from tfdp.exchange.transport import Transport
+from tfdp.strategies.gather_from_hosts import refuse_strategy
 
 
 class Traffic(keras.callbacks.Callback):

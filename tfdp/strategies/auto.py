@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
@@ -21,9 +21,10 @@ from tfdp.plan.communication import (
 from tfdp.plan.shards import Sharding, sharding_of
 from tfdp.strategies.data_parallel import DataParallelStrategy
 from tfdp.strategies.devices import find_devices, first_devices, use_virtual_devices
-from tfdp.strategies.multi_host import MultiHostDataParallelStrategy
 from tfdp.strategies.startup_checks import BALANCES
-from tfdp.strategies.tpu import TPUDataParallelStrategy
+
+if TYPE_CHECKING:
+    from tfdp.strategies.tpu import TPUDataParallelStrategy
 
 # Options that cannot take effect, by what was found, and why.
 ON_ONE_HOST = {
@@ -133,6 +134,8 @@ def auto_strategy(
     cluster = find_cluster()
     if cluster is not None and cluster.workers > 1:
         _refuse(options, ON_SEVERAL_HOSTS, f"{cluster.workers} hosts")
+        from tfdp.strategies.multi_host import MultiHostDataParallelStrategy
+
         return MultiHostDataParallelStrategy(cluster, **options)
     rest, idle = without_idle_options(checked_communication(communication))
     if options.pop("balance", None) is not None:
@@ -140,6 +143,8 @@ def auto_strategy(
         idle["balance"] = "there are no other hosts to share a batch with"
     tpu = find_tpu()
     if tpu is not None:
+        from tfdp.strategies.tpu import TPUDataParallelStrategy
+
         _refuse(options, ON_A_TPU, "a TPU")
         options["communication"] = _without_bounds(rest)
         on_tpu = TPUDataParallelStrategy(tpu.address, **options)

@@ -19,7 +19,6 @@ from tfdp._private.keras_calls import call_for_loops
 from tfdp._private.keras_loops import wrap_loop
 from tfdp._private.keras_models import initial_epoch, set_initial_epoch
 from tfdp._private.optimizer_hooks import rate_of
-from tfdp.callbacks.gather_from_hosts import first_rank_of, gather_from_hosts
 from tfdp.cluster.scratch import scratch_folder
 from tfdp.data.grain import has_own_shard
 from tfdp.data.hosts import own_part, until_all_end, with_any_length
@@ -36,6 +35,7 @@ from tfdp.seams.replace import is_replaced, note_on, replace
 from tfdp.sharding.variables import ShardedVariable, noted_assignments
 from tfdp.step.find_optimizers import innermost_optimizers, optimizers_of
 from tfdp.step.replicated_state import replicated_state_of
+from tfdp.strategies.gather_from_hosts import first_rank_of, gather_from_hosts
 from tfdp.strategies.worker_settings import policies_of
 from tfdp.variables.bit_hash import bit_hash
 

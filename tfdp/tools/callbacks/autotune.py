@@ -11,7 +11,6 @@ from typing import Any
 
 import keras
 
-from tfdp.callbacks.gather_from_hosts import gather_from_hosts, refuse_strategy
 from tfdp.callbacks.other_callbacks import refuse_others
 from tfdp.callbacks.step_count import StepCount
 from tfdp.checks import check_whole, is_whole
@@ -22,6 +21,7 @@ from tfdp.hosts.link_speed import speed_of_sums
 from tfdp.plan.buckets import Bucket
 from tfdp.plan.communication import Communication
 from tfdp.step.find_optimizers import optimizers_of
+from tfdp.strategies.gather_from_hosts import gather_from_hosts, refuse_strategy
 from tfdp.tools.simulator.machine import Link
 from tfdp.tools.simulator.model import Gradient, ModelProfile
 from tfdp.tools.tune.proposal import COMPUTE_SHARE, TrialFacts, predicted_speed

@@ -17,7 +17,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp._private.frames import fits_around
-from tfdp.callbacks.gather_from_hosts import gather_from_hosts
 from tfdp.callbacks.step_count import StepClock, warn_unless_first
 from tfdp.callbacks.traffic import TrafficReader, transport_of
 from tfdp.checks import is_number
@@ -30,6 +29,7 @@ from tfdp.cluster.machine import (
 from tfdp.errors import ConfigurationError, RunRecordWarning
 from tfdp.exchange.transport import Transport
 from tfdp.step.observers import StepMeter, attach, detach
+from tfdp.strategies.gather_from_hosts import gather_from_hosts
 from tfdp.tools.runs.entries import (
     MOST_NAMES,
     MOST_TEXT,
