@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from tfdp.errors import CollectiveError
-from tfdp.exchange.ordering import LinkCalls
+from tfdp.exchange.link_calls import LinkCalls
 from tfdp.hosts.async_exchanges import AsyncExchanges
 
 # What comes first is slow: whatever does not wait for it runs before it.

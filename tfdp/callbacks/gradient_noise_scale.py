@@ -9,8 +9,8 @@ import keras
 
 from tfdp.callbacks.other_callbacks import Logs
 from tfdp.chain.norms import NormsOfStep
+from tfdp.chain.reduction import momentum_compression_of
 from tfdp.checks import is_number
-from tfdp.compression.method import momentum_compression_of
 from tfdp.errors import ConfigurationError
 from tfdp.plan.noise_scale import NoiseAverage, NoiseEstimate, split_norms
 from tfdp.step.find_optimizers import optimizers_of

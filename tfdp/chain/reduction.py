@@ -15,11 +15,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import tensorflow as tf
 
 from tfdp.tracing.run import Step
+
+if TYPE_CHECKING:
+    from tfdp.compression.method import MomentumCompression
 
 
 class GradientReducer(Protocol):
@@ -155,3 +158,9 @@ def scale_when_summed(optimizer: Any) -> Any:
     if not getattr(optimizer, "dynamic_loss_scale", True):
         return None
     return optimizer.dynamic_scale if optimizer.built else optimizer.initial_scale
+
+
+def momentum_compression_of(optimizer: Any) -> MomentumCompression | None:
+    """The momentum compression of `optimizer`, or of its inner one; or None."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return getattr(inner, "momentum_compression", None)

@@ -16,9 +16,9 @@ from tfdp.chain.reduction import (
     Reduction,
     Stage,
     attached_stages,
+    momentum_compression_of,
     reduce,
 )
-from tfdp.compression.method import momentum_compression_of
 from tfdp.errors import ConfigurationError
 from tfdp.sharding.variables import ShardUpdatedVariable, shard_kind
 from tfdp.tracing.run import Step

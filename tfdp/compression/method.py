@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import ClassVar, Protocol, TypeAlias
 
 import tensorflow as tf
 
@@ -146,9 +146,3 @@ class MomentumCompression:
                 "across must be 'hosts' (one momentum of each host is sent) or "
                 f"'replicas' (that of each). Received: {self.across!r}."
             )
-
-
-def momentum_compression_of(optimizer: Any) -> MomentumCompression | None:
-    """The momentum compression of `optimizer`, or of its inner one; or None."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    return getattr(inner, "momentum_compression", None)

@@ -2,7 +2,8 @@
 
 reducer                 the path of gradients through one step: read it first
 transport               the one interface of everything that moves tensors
-ordering                who waits for whom
+ordering                who waits for whom among replicas
+link_calls              who waits for whom between hosts
 in_process              replicas of one process hand over tensors
 send_receive            how they do that, without a copy
 collectives             TensorFlow's collectives: NCCL on GPUs

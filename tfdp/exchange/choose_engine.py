@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfdp.exchange.collectives import Collectives
 from tfdp.exchange.in_process import InProcess
 from tfdp.exchange.transport import Transport
 from tfdp.plan.communication import Communication
@@ -61,4 +60,6 @@ def make_transport(
     choice = choose_engine(devices, communication)
     if choice.name == "in_process":
         return InProcess(devices, topology)
+    from tfdp.exchange.collectives import Collectives
+
     return Collectives(devices, topology, hint=choice.hint)

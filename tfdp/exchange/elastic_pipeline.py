@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp.errors import ConfigurationError
-from tfdp.exchange.ordering import LinkCalls
+from tfdp.exchange.link_calls import LinkCalls
 from tfdp.exchange.packing import Tensors
 from tfdp.exchange.reducer import Reducer
 from tfdp.exchange.transport import Transport

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp.exchange.ordering import LinkCalls
+from tfdp.exchange.link_calls import LinkCalls
 from tfdp.exchange.packing import Tensors
 from tfdp.hosts.async_exchanges import AsyncSums
 from tfdp.lint.registry import register_exchanged

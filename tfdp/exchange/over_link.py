@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp.exchange.ordering import LinkCalls
+from tfdp.exchange.link_calls import LinkCalls
 from tfdp.exchange.packing import Layouts, PackedSmall, Tensors
 from tfdp.exchange.sparse import RowSum, table_shape
 from tfdp.exchange.transport import Transport

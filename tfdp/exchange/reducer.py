@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import tensorflow as tf
 
 from tfdp._private.step_ops import delay
-from tfdp.compression.method import Method
 from tfdp.errors import CollectiveError
-from tfdp.exchange.compressed import CompressedSums
 from tfdp.exchange.in_process import InProcess
-from tfdp.exchange.levels import Levels
 from tfdp.exchange.packing import (
     Layouts,
     Tensors,
@@ -20,7 +17,6 @@ from tfdp.exchange.packing import (
     whole_from_shards,
     with_static_shape,
 )
-from tfdp.exchange.peers import peer_group
 from tfdp.exchange.sparse import RowSum, merge_rows, travels_dense
 from tfdp.exchange.transport import Transport
 from tfdp.lint.registry import register_exchanged
@@ -34,6 +30,9 @@ from tfdp.plan.buckets import (
 from tfdp.plan.communication import Communication
 from tfdp.plan.compression import Compression
 from tfdp.plan.shards import ShardLayout
+
+if TYPE_CHECKING:
+    from tfdp.exchange.compressed import CompressedSums
 
 Value: TypeAlias = tf.Tensor | tf.IndexedSlices
 
@@ -62,6 +61,10 @@ class Reducer:
 
         `across`: "hosts" or "replicas"; see `Communication.compression_across`.
         """
+        from tfdp.compression.method import Method
+        from tfdp.exchange.compressed import CompressedSums
+        from tfdp.exchange.peers import peer_group
+
         if not isinstance(method, Method):
             raise TypeError(f"not a method of tfdp.compression: {method!r}")
         group = peer_group(self.transport, across)
@@ -247,9 +250,10 @@ class Reducer:
         self, shards: Tensors, layout: ShardLayout, label: str
     ) -> tf.Tensor:
         """The whole tensor from this process's shards, in cross-replica context."""
-        if isinstance(self.transport, Levels):
-            return self.transport.join_shards(shards, layout, label)
-        return whole_from_shards(shards, layout)
+        if self.transport.join_shards is None:
+            return whole_from_shards(shards, layout)
+        whole: tf.Tensor = self.transport.join_shards(shards, layout, label)
+        return whole
 
     def _exchange_by_bucket(
         self,

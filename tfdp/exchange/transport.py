@@ -59,6 +59,8 @@ class Transport(abc.ABC):
     host_groups: tuple[tuple[int, ...], ...] | None = None
     #: Which implementation TensorFlow's collectives use; "": they are not used.
     hint: str = ""
+    #: Joins shards of several hosts, as `Levels.join_shards`; None: all are in here.
+    join_shards: Any = None
 
     def __init__(self, devices: Sequence[str], topology: Topology):
         self.devices = tuple(devices)

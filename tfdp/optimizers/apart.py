@@ -15,7 +15,7 @@ from tfdp._private.optimizer_hooks import (
     averages_of,
     strategy_of,
 )
-from tfdp.compression.method import momentum_compression_of
+from tfdp.chain.reduction import momentum_compression_of
 from tfdp.errors import ConfigurationError
 from tfdp.sharding.optimizers import elementwise_of_keras, find_gradient_hook, is_own
 from tfdp.sharding.updates import ACCUMULATOR_NAME, WEIGHT_NAME

@@ -30,10 +30,9 @@ from tfdp._private.optimizer_hooks import (
     variables_built_with,
 )
 from tfdp._private.step_ops import operations_within
-from tfdp.chain.reduction import Reduction, update_through
+from tfdp.chain.reduction import Reduction, momentum_compression_of, update_through
 from tfdp.chain.stages import agree_finite, largest_of_replicas, reduce_gradients
 from tfdp.chain.table_rows import CLIPPING
-from tfdp.compression.method import momentum_compression_of
 from tfdp.errors import ConfigurationError, ScopeError
 from tfdp.lint.op_kinds import draws
 from tfdp.seams.replace import Override, instance_attributes, instead

@@ -18,7 +18,7 @@ from tfdp._private.step_ops import (
     only_called,
 )
 from tfdp.exchange.compressed import COMPRESSED_SUM, WHERE_FINITE
-from tfdp.exchange.ordering import LINK_CALL
+from tfdp.exchange.link_calls import LINK_CALL
 from tfdp.tools.planning.any_rows import AnyRows
 from tfdp.tools.planning.liveness import OF_LINKS, dry_run, variables_in_link_buffers
 from tfdp.tools.planning.op_rules import (
