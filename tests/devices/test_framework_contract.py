@@ -14,7 +14,7 @@ from keras.src.trainers import compile_utils
 from tensorflow.python.autograph.impl import conversion
 
 from tests.support.parity import make_strategy
-from tfdp.chain.table_rows import CLIPPING
+from tfdp._private.optimizer_hooks import CLIPPING
 from tfdp.seams import table
 from tfdp.step.losses import ReplicaLosses
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 import tfdp
 from tests.support.parity import make_strategy
 from tfdp._private.names import own_copy
-from tfdp.chain.table_rows import read_in_place
+from tfdp.step.rows_in_place import read_in_place
 
 WORDS, WIDTH = 1500, 6
 

@@ -262,3 +262,11 @@ def own_values(metric: keras.metrics.MeanMetricWrapper, *given: Any) -> Any:
     if module.partition(".")[0] == "keras" or masks != [None, None]:
         return None
     return tf.convert_to_tensor(metric._fn(*given, **metric._fn_kwargs))
+
+
+def take_over_jit(model: keras.Model) -> bool:
+    """Makes Keras not compile the whole step; True if it was about to."""
+    if not model.jit_compile:
+        return False
+    model.jit_compile = False
+    return True

@@ -32,6 +32,12 @@ AFTER_ACCUMULATION = (
     *(CLIP, "_overwrite_variables_directly_with_gradients", UPDATE_OF_STRATEGY),
     *("assign", "assign_add", "assign_sub"),
 )
+# The options by which an optimizer clips.
+CLIPPING = ("clipnorm", "global_clipnorm", "clipvalue")
+# Keras and DistributedOptimizer both use this name for their accumulators.
+ACCUMULATOR_NAME = "gradient_accumulator"
+# The weight of the accumulated batches of all replicas; equal on each of them.
+WEIGHT_NAME = "accumulated_weight"
 
 
 def rate_of(optimizer: keras.optimizers.Optimizer) -> float | None:
@@ -57,6 +63,32 @@ def by_keras(optimizer: keras.optimizers.Optimizer, method: str) -> Callable[...
 def strategy_of(optimizer: keras.optimizers.Optimizer) -> tf.distribute.Strategy:
     """The strategy of the scope in which `optimizer` was created."""
     return optimizer._distribution_strategy
+
+
+def shards_of(optimizer: keras.optimizers.Optimizer) -> Any:
+    """The `ShardUpdates` of the strategy of `optimizer`, or None."""
+    return getattr(strategy_of(optimizer).extended, "shards", None)
+
+
+def momentum_compression_of(optimizer: Any) -> Any:
+    """The `MomentumCompression` of `optimizer`, or of its inner one; or None."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return getattr(inner, "momentum_compression", None)
+
+
+def find_gradient_hook(
+    optimizer: keras.optimizers.Optimizer, methods: Sequence[str]
+) -> str | None:
+    """The first of `methods` that a user class defines, unless it is elementwise."""
+    if getattr(optimizer, "is_elementwise", False):
+        return None
+    return next((name for name in methods if is_own(optimizer, name)), None)
+
+
+def is_own(optimizer: keras.optimizers.Optimizer, method: str) -> bool:
+    """Whether a class that is neither Keras' nor tfdp's defines `method`."""
+    owner = next((c for c in type(optimizer).__mro__ if method in vars(c)), None)
+    return owner is not None and not owner.__module__.startswith(("keras.", "tfdp."))
 
 
 def put_under(

@@ -7,15 +7,15 @@ from typing import Any
 
 import keras
 
+from tfdp._private.optimizer_hooks import momentum_compression_of
 from tfdp.callbacks.other_callbacks import Logs
 from tfdp.chain.norms import NormsOfStep
-from tfdp.chain.reduction import momentum_compression_of
 from tfdp.checks import is_number
 from tfdp.errors import ConfigurationError
 from tfdp.plan.noise_scale import NoiseAverage, NoiseEstimate, split_norms
 from tfdp.step.find_optimizers import optimizers_of
 from tfdp.step.local_run import optimizers_with_sync
-from tfdp.step.observers import NormsReader
+from tfdp.step.norms_reader import NormsReader
 from tfdp.strategies.gather_from_hosts import refuse_strategy
 
 # (1 + decay) / (1 - decay), the number of steps that count, is `FEWEST_STEPS` here.

@@ -9,6 +9,7 @@ import tensorflow as tf
 from keras.optimizers import Optimizer
 
 from tfdp._private.optimizer_hooks import (
+    momentum_compression_of,
     strategy_of,
     variable_index,
     variables_built_with,
@@ -16,7 +17,6 @@ from tfdp._private.optimizer_hooks import (
 from tfdp.chain.reduction import (
     Reduction,
     Stage,
-    momentum_compression_of,
     scale_when_summed,
 )
 from tfdp.errors import ConfigurationError

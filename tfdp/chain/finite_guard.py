@@ -51,6 +51,8 @@ class FiniteGuard(Stage):
     """Skips updates that are not finite; with `stops` also all later steps, until
     `go_on`. Applies to graphs traced while it is attached (`step.observers`)."""
 
+    is_guard = True
+
     def __init__(
         self, model: keras.Model, reducer: Reducer, replicas: int, *, stops: bool
     ):
@@ -65,6 +67,9 @@ class FiniteGuard(Stage):
         an interrupted `fit` skip."""
         for notes in self.notes:
             notes.armed_steps.assign(steps)
+
+    def forget_fit(self) -> None:
+        self.arm(0)  # graphs of that `fit` still exist
 
     def is_about(self, variables: Sequence[Any]) -> bool:
         own = set(map(id, self.model.trainable_variables))

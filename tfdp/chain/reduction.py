@@ -15,14 +15,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import tensorflow as tf
 
 from tfdp.tracing.run import Step
-
-if TYPE_CHECKING:
-    from tfdp.compression.method import MomentumCompression
 
 
 class GradientReducer(Protocol):
@@ -88,6 +85,12 @@ class Reduction:
 class Stage:
     """A feature that takes part in a reduction, or in the update that follows. All
     replicas have the same stages, so that a stage may exchange by itself."""
+
+    #: Whether it skips steps that are not finite: a model has one that acts.
+    is_guard = False
+
+    def forget_fit(self) -> None:
+        """Called for a stage that a callback attached, when its `fit` has failed."""
 
     def is_about(self, variables: Sequence[Any]) -> bool:
         """Whether a stage that a callback attached belongs to the optimizer of these:
@@ -158,9 +161,3 @@ def scale_when_summed(optimizer: Any) -> Any:
     if not getattr(optimizer, "dynamic_loss_scale", True):
         return None
     return optimizer.dynamic_scale if optimizer.built else optimizer.initial_scale
-
-
-def momentum_compression_of(optimizer: Any) -> MomentumCompression | None:
-    """The momentum compression of `optimizer`, or of its inner one; or None."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    return getattr(inner, "momentum_compression", None)

@@ -11,8 +11,8 @@ from tfdp.errors import ConfigurationError
 from tfdp.lint.registry import is_of_graph, key_of
 from tfdp.lint.values import Term
 from tfdp.sharding.updates import ShardUpdates
-from tfdp.sharding.variables import is_shard_of_sum, shard_kind
 from tfdp.tracing.run import Step
+from tfdp.variables.in_shards import is_in_shards, is_shard_of_sum
 
 WHAT_IT_IS = (
     'With shard="parameters" the gradient of a weight that is stored in shards is, in '
@@ -42,7 +42,7 @@ class Shards(Stage):
         reduced: list[int] = []
         for place, variable in enumerate(reduction.variables):
             gradient = reduction.gradients[place]
-            if gradient is not None and shard_kind(variable) is not None:
+            if gradient is not None and is_in_shards(variable):
                 is_sum = is_shard_of_sum(variable, rank, gradient)
                 (reduced if is_sum else scattered).append(place)
         if scattered:

@@ -11,20 +11,17 @@ from typing import Any
 import tensorflow as tf
 from keras.optimizers import Optimizer
 
+from tfdp._private.optimizer_hooks import momentum_compression_of
 from tfdp.chain.reduction import (
     GradientReducer,
     Reduction,
     Stage,
     attached_stages,
-    momentum_compression_of,
     reduce,
 )
 from tfdp.errors import ConfigurationError
-from tfdp.sharding.variables import ShardUpdatedVariable, shard_kind
 from tfdp.tracing.run import Step
-
-# The kinds of variables with gradients of the variable's shape.
-WHOLE_GRADIENTS = (None, ShardUpdatedVariable)
+from tfdp.variables.in_shards import is_stored_in_shards
 
 
 def reduce_gradients(
@@ -46,7 +43,7 @@ def reduce_gradients(
         # XLA may lose shapes on some replicas, and buckets are cut by the shapes.
         is_dense = isinstance(gradient, tf.Tensor)
         if is_dense and gradient.shape.num_elements() is None:
-            if shard_kind(variable) in WHOLE_GRADIENTS:
+            if not is_stored_in_shards(variable):  # else it has a shard's shape
                 gradient.set_shape(variable.shape)  # adds no op
     reduction = Reduction(list(gradients), variables, run, rank, optimizer)
     chain = chain_of(reduction)

@@ -17,19 +17,12 @@ import tensorflow as tf
 from keras.optimizers import Optimizer
 
 from tfdp._private.keras_models import layers_within
-from tfdp._private.names import in_compiled_function
-from tfdp._private.step_ops import (
-    given_to,
-    graphs_called,
-    is_compiled_by_xla,
-    is_resource,
-)
+from tfdp._private.optimizer_hooks import CLIPPING
 from tfdp.chain.reduction import Reduction, Stage
 from tfdp.exchange.sparse import SMALL_TABLE_BYTES, merge_rows
-from tfdp.lint.op_kinds import gives_each_once, may_call
+from tfdp.lint.op_kinds import gives_each_once
 from tfdp.lint.registry import is_of_graph
-from tfdp.lint.values import Term
-from tfdp.tracing.run import Step
+from tfdp.tracing.state_checks import has_same_rows
 
 INDEX_BYTES = 4  # Keras looks words up by int32
 
@@ -93,54 +86,10 @@ def _words_of(layer: keras.layers.Embedding) -> int | None:
     return None if None in shape else math.prod(shape)
 
 
-SCATTERS = "ResourceScatter"
-
-
-def read_in_place(ops: Sequence[tf.Operation]) -> None:
-    """Makes later reads share the memory of tables that `ops` change in place.
-
-    TensorFlow changes single rows of a variable (`ResourceScatter...`, in Keras' `SGD`)
-    only while its memory has no other reader, and from then on copies the whole table
-    for each reader. Ending that mode after the update saves that copy in each step; a
-    reader that still holds the memory at the next update makes TensorFlow copy then.
-    """
-    if in_compiled_function():
-        return  # XLA changes no variable in place, and has no such mode
-    handles = {id(handle): handle for handle in _scattered(ops, {})}
-    for handle in handles.values():
-        # Only variables from before the step; one made within may never be initialized.
-        if handle.op.type == "Placeholder":
-            tf.raw_ops.DisableCopyOnRead(resource=handle)
-
-
-def _scattered(
-    ops: Sequence[tf.Operation], known: dict[Any, list[tf.Tensor]]
-) -> Iterator[tf.Tensor]:
-    """The handles of variables whose rows `ops` change, some of them twice."""
-    for op in ops:
-        if op.type.startswith(SCATTERS):
-            yield op.inputs[0]
-        elif may_call(op) and not is_compiled_by_xla(op):
-            for inner in graphs_called(op):
-                yield from _scattered_within(inner, op, known)
-
-
-def _scattered_within(
-    inner: Any, op: tf.Operation, known: dict[Any, list[tf.Tensor]]
-) -> Iterator[tf.Tensor]:
-    if inner not in known:
-        known[inner] = list(_scattered(inner.get_operations(), known))
-    own = list(map(id, known[inner]))
-    for argument, given in zip(inner.inputs, given_to(inner, op.inputs), strict=False):
-        if id(argument) in own and is_resource(given):
-            yield given
-
-
 # By exact type, because subclasses may do anything.
 LINEAR_IN_ROWS = (keras.optimizers.SGD, keras.optimizers.Lion)
 # Set by tfdp's own optimizers that sum repeated rows first.
 ADDS_ROWS_ITSELF = "adds_repeated_rows"
-CLIPPING = ("clipnorm", "global_clipnorm", "clipvalue")
 
 
 def sums_repeated_rows(optimizer: Optimizer) -> bool:
@@ -187,18 +136,6 @@ class SameRows(Stage):
             reduction.gradients[place] = tf.IndexedSlices(
                 reduction.gradients[place], gradient.indices, gradient.dense_shape
             )
-
-
-def has_same_rows(gradient: Any, run: Step, rank: Any) -> bool:
-    """Whether the rows of `gradient` have equal indices on all replicas."""
-    is_rows = isinstance(gradient, tf.IndexedSlices)
-    if not is_rows or not is_of_graph(gradient.indices):
-        return False
-    # Replicas exchange values of one shape.
-    if not gradient.values.shape.is_fully_defined():
-        return False
-    value = run.analysis(rank).value(gradient.indices)
-    return not value.local and value.terms <= {Term.CONSTANT, Term.REPLICATED}
 
 
 class Rows(Stage):

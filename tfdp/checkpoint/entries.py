@@ -23,9 +23,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp._private.names import SyncOnReadVariable
+from tfdp._private.optimizer_hooks import ACCUMULATOR_NAME, WEIGHT_NAME, shards_of
 from tfdp._private.variable_hooks import assign_each
 from tfdp.chain.compression import compression_entries
-from tfdp.sharding.updates import ACCUMULATOR_NAME, WEIGHT_NAME, shards_of
 from tfdp.sharding.variables import ShardedVariable
 from tfdp.step.find_optimizers import make_equal, optimizers_of
 from tfdp.variables.global_seed import global_seed_states

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfdp._private import names
 from tfdp.data.same_batches import BatchRecord, new_dataset_name, no_rows, same_batches
-from tfdp.data.split import has_rows, length_of
+from tfdp.data.split import bounds_of_host, has_rows, length_of
 from tfdp.hosts.host_link import HostLink
 from tfdp.hosts.python_calls import counted
 from tfdp.tracing.rows import rows_between
@@ -78,11 +78,6 @@ def _rows(part: Any, rank: int, hosts: int) -> Any:
         begin, end = bounds_of_host(part.shape[0], rank, hosts)
         taken.set_shape([end - begin, *part.shape[1:]])
     return taken
-
-
-def bounds_of_host(rows: Any, rank: int, hosts: int) -> tuple[Any, Any]:
-    """The first of a batch's `rows` that host `rank` takes, and the one after them."""
-    return rows * rank // hosts, rows * (rank + 1) // hosts
 
 
 def until_all_end(

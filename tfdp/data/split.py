@@ -196,3 +196,8 @@ def length_of(part: Any) -> tf.Tensor:
 def has_rows(part: Any) -> bool:
     """Whether `part` is split: a tensor, not Keras' optional for None."""
     return tf.is_tensor(part) and not isinstance(part, tf.experimental.Optional)
+
+
+def bounds_of_host(rows: Any, rank: int, hosts: int) -> tuple[Any, Any]:
+    """The first of a batch's `rows` that host `rank` takes, and the one after them."""
+    return rows * rank // hosts, rows * (rank + 1) // hosts

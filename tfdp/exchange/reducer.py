@@ -56,20 +56,6 @@ class Reducer:
             across = self.communication.compression_across
             self.compressed = self.compressed_by(method, across)
 
-    def compressed_by(self, method: Compression, across: str) -> CompressedSums:
-        """Sums of values that `method`, of `tfdp.compression`, compresses.
-
-        `across`: "hosts" or "replicas"; see `Communication.compression_across`.
-        """
-        from tfdp.compression.method import Method
-        from tfdp.exchange.compressed import CompressedSums
-        from tfdp.exchange.peers import peer_group
-
-        if not isinstance(method, Method):
-            raise TypeError(f"not a method of tfdp.compression: {method!r}")
-        group = peer_group(self.transport, across)
-        return CompressedSums(method, group, self.transport.devices, self.communication)
-
     @property
     def host_groups(self) -> tuple[tuple[int, ...], ...] | None:
         """The replicas of this process, host by host; None: one host, or hosts cannot
@@ -332,6 +318,20 @@ class Reducer:
         return self._exchange_by_bucket(
             exchange, shards, pairs, rank, "reshard", planned=planned
         )
+
+    def compressed_by(self, method: Compression, across: str) -> CompressedSums:
+        """Sums of values that `method`, of `tfdp.compression`, compresses.
+
+        `across`: "hosts" or "replicas"; see `Communication.compression_across`.
+        """
+        from tfdp.compression.method import Method
+        from tfdp.exchange.compressed import CompressedSums
+        from tfdp.exchange.peers import peer_group
+
+        if not isinstance(method, Method):
+            raise TypeError(f"not a method of tfdp.compression: {method!r}")
+        group = peer_group(self.transport, across)
+        return CompressedSums(method, group, self.transport.devices, self.communication)
 
     def sum_of_shards(self, value: tf.Tensor, rank: Any) -> tf.Tensor:
         """The sum over the shards of each replica's small value, of equal shapes."""

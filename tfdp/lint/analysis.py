@@ -25,7 +25,7 @@ from tfdp.lint.registry import (
     stored_before,
 )
 from tfdp.lint.rules import RULES, Node, unlisted
-from tfdp.lint.terms import outermost
+from tfdp.lint.terms import handle_of
 from tfdp.lint.values import (
     JOINED,
     LOCAL_TERMS,
@@ -337,12 +337,6 @@ def _of_handle(handle: tf.Tensor) -> Value:
     if whole is not None and whole.trainable:
         return REPLICATED.but(local=local)  # a step assigns none of these
     return REPLICATED.but(reads=frozenset({(key_of(handle), SAME)}), local=local)
-
-
-def handle_of(handle: tf.Tensor) -> Any:
-    """Identifies a variable in `Value.reads` by its handle, in any graph."""
-    found = outermost(handle)
-    return key_of(handle if found is None else found)
 
 
 def outermost_in(tensor: tf.Tensor) -> tf.Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.lint.registry import is_of_graph
+from tfdp.lint.registry import is_of_graph, key_of
 
 SAME_VALUE = {"Cast", "Identity"}
 
@@ -20,6 +20,12 @@ def outermost(tensor: tf.Tensor) -> tf.Tensor | None:
             return None
         tensor = outer
     return tensor
+
+
+def handle_of(handle: tf.Tensor) -> Any:
+    """Identifies a variable in `Value.reads` by its handle, in any graph."""
+    found = outermost(handle)
+    return key_of(handle if found is None else found)
 
 
 def term_added_to(handle: tf.Tensor, value: tf.Tensor) -> tf.Tensor | None:

@@ -9,16 +9,19 @@ import keras
 
 from tfdp._private.names import is_default_strategy
 from tfdp._private.optimizer_hooks import (
+    ACCUMULATOR_NAME,
     AFTER_ACCUMULATION,
     AVERAGE,
     BEFORE_ACCUMULATION,
+    WEIGHT_NAME,
     averages_of,
+    find_gradient_hook,
+    is_own,
+    momentum_compression_of,
     strategy_of,
 )
-from tfdp.chain.reduction import momentum_compression_of
 from tfdp.errors import ConfigurationError
-from tfdp.sharding.optimizers import elementwise_of_keras, find_gradient_hook, is_own
-from tfdp.sharding.updates import ACCUMULATOR_NAME, WEIGHT_NAME
+from tfdp.sharding.optimizers import elementwise_of_keras
 from tfdp.step.local_run import groups_across
 from tfdp.step.local_sgd import Rounds
 from tfdp.step.local_training import LocalTraining

@@ -14,6 +14,7 @@ from keras import ops
 from tfdp import compression
 from tfdp._private import optimizer_hooks as hooks
 from tfdp._private.names import replicas_of
+from tfdp._private.optimizer_hooks import ACCUMULATOR_NAME, WEIGHT_NAME, shards_of
 from tfdp.chain.reduction import Reduction, Stage, update_through
 from tfdp.chain.stages import agree_finite, reduce_gradients
 from tfdp.checks import is_number, is_whole
@@ -24,7 +25,6 @@ from tfdp.optimizers.apart import (
     refuse_outside_of_fit,
     refuse_with_sync,
 )
-from tfdp.sharding.updates import ACCUMULATOR_NAME, WEIGHT_NAME, shards_of
 from tfdp.step.buffer_synchronization import synchronize_layer_state
 from tfdp.step.local_run import has_no_effect
 from tfdp.step.local_training import LocalTraining

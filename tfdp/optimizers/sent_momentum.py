@@ -9,8 +9,7 @@ import tensorflow as tf
 
 from tfdp import compression as methods
 from tfdp._private.names import replicas_of
-from tfdp._private.optimizer_hooks import DecayHooks, variable_index
-from tfdp.chain.table_rows import CLIPPING
+from tfdp._private.optimizer_hooks import CLIPPING, DecayHooks, variable_index
 from tfdp.checks import is_whole
 from tfdp.compression.method import Method, MomentumCompression
 from tfdp.errors import ConfigurationError, ScopeError

@@ -24,6 +24,7 @@ from keras.optimizers import Optimizer
 
 from tfdp._private import optimizer_hooks as hooks
 from tfdp._private.names import current_rank
+from tfdp._private.optimizer_hooks import find_gradient_hook, is_own
 from tfdp.errors import ConfigurationError
 from tfdp.plan.exclusions import variable_path
 from tfdp.plan.shards import OwnedLayout
@@ -95,19 +96,6 @@ def check_own_hooks(optimizer: Optimizer) -> None:
             f"The optimizer {type(optimizer).__name__} cannot update shards: its own "
             f"{hooks.AVERAGE} would not be called. Use shard='none'."
         )
-
-
-def find_gradient_hook(optimizer: Optimizer, methods: Sequence[str]) -> str | None:
-    """The first of `methods` that a user class defines, unless it is elementwise."""
-    if getattr(optimizer, "is_elementwise", False):
-        return None
-    return next((name for name in methods if is_own(optimizer, name)), None)
-
-
-def is_own(optimizer: Optimizer, method: str) -> bool:
-    """Whether a class that is neither Keras' nor tfdp's defines `method`."""
-    owner = next((c for c in type(optimizer).__mro__ if method in vars(c)), None)
-    return owner is not None and not owner.__module__.startswith(("keras.", "tfdp."))
 
 
 def shard_overrides(optimizer: Optimizer, shards: ShardUpdates) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfdp._private import names
 from tfdp._private.keras_calls import is_made_for_autocast
 from tfdp._private.keras_layers import autocast_dtype
-from tfdp._private.optimizer_hooks import strategy_of
+from tfdp._private.optimizer_hooks import ACCUMULATOR_NAME
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.ordering import exchanges_of
 from tfdp.exchange.packing import copied_shard, elements_of, shard_of
@@ -20,6 +20,7 @@ from tfdp.exchange.reducer import Reducer
 from tfdp.lint.registry import key_of, register
 from tfdp.lint.values import Term, Value
 from tfdp.plan.shards import OwnedLayout, Sharding, ShardLayout
+from tfdp.sharding.owners import place_when_built
 from tfdp.sharding.variables import (
     LocalShardVariable,
     ShardedVariable,
@@ -28,18 +29,12 @@ from tfdp.sharding.variables import (
     shard_update,
 )
 from tfdp.tracing.run import name_of_gradient
-
-SHARD_CLASSES = (ShardedVariable, ShardUpdatedVariable)
+from tfdp.variables.in_shards import InShards
 
 # Arguments for creating a whole variable that do not apply to its shards.
 NOT_OF_A_SHARD = frozenset(
     ("aggregation", "colocate_with", "initial_value", "shape", "synchronization")
 )
-
-# Keras and DistributedOptimizer both use this name for their accumulators.
-ACCUMULATOR_NAME = "gradient_accumulator"
-# The weight of the accumulated batches of all replicas; equal on each of them.
-WEIGHT_NAME = "accumulated_weight"
 
 
 class ShardUpdates:
@@ -69,7 +64,7 @@ class ShardUpdates:
         if self._layout_to_make is not None:
             return ShardedVariable
         reference = kwargs.get("colocate_with")
-        if isinstance(reference, SHARD_CLASSES):
+        if isinstance(reference, InShards):
             if not (value.dtype.is_floating and value.shape == reference.shape):
                 return None
             if ACCUMULATOR_NAME not in (kwargs.get("name") or ""):
@@ -86,6 +81,10 @@ class ShardUpdates:
         if value.shape.rank == 0 or is_small:
             return None
         return ShardedVariable if self.stage == 3 else ShardUpdatedVariable
+
+    def note_optimizer(self, optimizer: keras.optimizers.Optimizer) -> None:
+        """Called for each optimizer that is made under the strategy."""
+        place_when_built(optimizer)
 
     def layout_of(self, value: Any) -> ShardLayout:
         return ShardLayout(
@@ -414,11 +413,6 @@ def _assign(own: Any, value: tf.Tensor) -> None:
 
 def _stored(variable: Any) -> Any:
     return variable.value if isinstance(variable, keras.Variable) else variable
-
-
-def shards_of(optimizer: keras.optimizers.Optimizer) -> ShardUpdates | None:
-    """The `ShardUpdates` of the strategy of `optimizer`, or None."""
-    return getattr(strategy_of(optimizer).extended, "shards", None)
 
 
 class ShardView:

@@ -35,6 +35,7 @@ from tfdp._private.names import (
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.packing import copied_shard, shard_of
 from tfdp.plan.shards import OwnedLayout, ShardLayout
+from tfdp.variables.in_shards import InShards
 from tfdp.variables.local_view import in_replica_of
 from tfdp.variables.mirrored import ReplicaMirroredVariable, before_storing
 
@@ -107,24 +108,10 @@ def check_whole_gradient(variable: ShardedVariable, gradient: tf.Tensor) -> None
     )
 
 
-class _MayHaveOwner:
-    """A weight that an optimizer may update whole, on one replica."""
-
-    layout: Any
-    #: The part whose replica updates it; None: each replica updates its shard.
-    owner: int | None = None
-
-    @property
-    def update_layout(self) -> ShardLayout:
-        """The shards of its gradient and of its optimizer's state."""
-        if self.owner is None:
-            return self.layout
-        return OwnedLayout(self.layout.shape, self.layout.parts, self.owner)
-
-
-class ShardedVariable(_MayHaveOwner, DistributedVariable):
+class ShardedVariable(InShards, DistributedVariable):
     """A variable of which each replica stores one shard."""
 
+    is_stored_in_shards = True
     #: The device that cuts whole tensors; None: the device of each shard.
     cutting_device: str | None = None
     #: Whether layers read it in their compute type.
@@ -270,7 +257,7 @@ class LocalShardVariable(ShardedVariable):
         return update_fn(self._values[rank], tensor, **kwargs)
 
 
-class ShardUpdatedVariable(_MayHaveOwner, ReplicaMirroredVariable):
+class ShardUpdatedVariable(InShards, ReplicaMirroredVariable):
     """A mirrored variable of which each replica updates only its shard."""
 
     @property
@@ -321,22 +308,6 @@ def shard_kind(variable: Any) -> type | None:
         if isinstance(value, kind):
             return kind
     return None
-
-
-def is_shard_of_sum(variable: Any, rank: Any, gradient: Any) -> bool:
-    """Whether a gradient is the replica's shard of the sum already, as a tape's is of a
-    weight that is stored in shards; one computed by hand is a part of the whole sum."""
-    if shard_kind(variable) is not ShardedVariable:
-        return False
-    is_whole = gradient.shape == variable.shape
-    own = tf.distribute.get_strategy().extended.shards.own_shape(variable, rank)
-    if is_whole and own == (0,):
-        raise ConfigurationError(
-            f"The gradient of {variable.name!r} was computed by hand, and one replica "
-            'updates that weight, which is stored in shards (shard="parameters"). Let '
-            'a tape compute it; or train with shard="gradients".'
-        )
-    return not is_whole or gradient.shape == own
 
 
 # A SavedModel holds one whole variable for a sharded one. While TensorFlow writes the

@@ -19,7 +19,6 @@ from tfdp._private.functions import library_code
 from tfdp._private.keras_models import layers_within
 from tfdp._private.names import current_rank
 from tfdp._private.step_ops import operations_within
-from tfdp.chain.buffers import store_state, weighted_state
 from tfdp.errors import ConfigurationError
 from tfdp.lint.findings import is_no_mean
 from tfdp.lint.op_kinds import is_extreme, writes_summary
@@ -86,6 +85,8 @@ def all_reduce_buffers(state: Sequence[Any], run: Step, rank: Any) -> None:
     """Replaces every replica's copies by the mean over all samples."""
     if not state:
         return
+    from tfdp.chain.buffers import store_state, weighted_state
+
     shares = weighted_state(state, run, rank)
     if tf.executing_eagerly():
         run.eager_order.meet(rank, describe_sum(shares))

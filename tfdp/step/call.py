@@ -18,10 +18,7 @@ from tfdp._private.functions import (
     library_code,
     python_function_of,
 )
-from tfdp.chain.finite_guard import FiniteGuard
 from tfdp.chain.reduction import Stage
-from tfdp.chain.shards import refuse_own_scaling
-from tfdp.chain.table_rows import read_in_place
 from tfdp.data.keras_input import with_none
 from tfdp.data.split import in_parts
 from tfdp.seams.replace import Override, overridden
@@ -32,7 +29,6 @@ from tfdp.step.buffer_synchronization import (
     with_synchronized_buffers,
 )
 from tfdp.step.find_optimizers import optimizers_of
-from tfdp.step.jit import jitted_train_step
 from tfdp.step.losses import added_loss_overrides, reduction_overrides
 from tfdp.step.metric_state import warn_if_rows_counted, warn_if_steps_counted
 from tfdp.step.observers import StepMeter, observers_of
@@ -44,6 +40,7 @@ from tfdp.step.rows import (
     padding_overrides,
     step_on_padded_batch,
 )
+from tfdp.step.rows_in_place import read_in_place
 from tfdp.tracing.effect_order import operations
 from tfdp.tracing.keras_steps import is_predict_step, name_of_step
 from tfdp.tracing.loss_checks import find_faults_of_losses
@@ -91,6 +88,8 @@ class StepCall:
 
     def compile_replicas(self) -> None:
         if getattr(self.fn, "__func__", None) is keras.Model.train_step:
+            from tfdp.step.jit import jitted_train_step
+
             self.step = functools.partial(jitted_train_step, self.model)
 
     def take_batch(self) -> Step:
@@ -124,7 +123,7 @@ class StepCall:
     def observe(self) -> None:
         """Attaches the model's callbacks that look into a training step."""
         stages = self._observers_of(Stage)
-        guards = [stage for stage in stages if isinstance(stage, FiniteGuard)]
+        guards: list[Any] = [stage for stage in stages if stage.is_guard]
         self.run.stages = [stage for stage in stages if stage not in guards[:-1]]
         for guard in guards[-1:]:
             self.run.guard = guard
@@ -174,6 +173,8 @@ class StepCall:
             read_in_place(operations()[built_before:])
             warn_about_written(run, operations()[built_before:])
         if run.given_shards:
+            from tfdp.chain.shards import refuse_own_scaling
+
             refuse_own_scaling(run)
         warn_about_draws(run)
         find_faults_of_losses(run, self.model, self.fn)

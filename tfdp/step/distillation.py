@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from tfdp.losses import local_mean
 from tfdp.seams.losses import plain_losses
 from tfdp.seams.replace import replace_for_good
 from tfdp.tracing.run import current_run
@@ -17,6 +16,8 @@ def _with_share(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
     def compute(self: Any, *args: Any, **kwargs: Any) -> Any:
         if current_run() is None:
             return compute_loss(self, *args, **kwargs)
+        from tfdp.losses import local_mean
+
         with plain_losses():
             loss = compute_loss(self, *args, **kwargs)
         return local_mean(loss)

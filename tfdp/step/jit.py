@@ -23,14 +23,6 @@ from tfdp._private.names import keras_losses
 from tfdp.tracing.run import current_run
 
 
-def take_over_jit(model: keras.Model) -> bool:
-    """Makes Keras not compile the whole step; True if it was about to."""
-    if not model.jit_compile:
-        return False
-    model.jit_compile = False
-    return True
-
-
 def jitted_train_step(model: keras.Model, data: Any) -> dict[str, Any]:
     """`keras.Model.train_step`, with its computation in one XLA function."""
 

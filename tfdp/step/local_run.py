@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 from keras.optimizers import Optimizer
 
 from tfdp.errors import ConfigurationError
-from tfdp.sync.policy import Policy
 from tfdp.tracing.keras_steps import name_of_step
 from tfdp.tracing.run import Step
+
+if TYPE_CHECKING:
+    from tfdp.sync.policy import Policy
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -36,9 +38,14 @@ def optimizers_with_sync(
     return [
         optimizer
         for optimizer in optimizers
-        if isinstance(getattr(optimizer, "sync", None), Policy)
+        if _is_policy(getattr(optimizer, "sync", None))
         and not has_no_effect(optimizer.sync, strategy)
     ]
+
+
+def _is_policy(sync: Any) -> bool:
+    """Whether it is a value of `tfdp.sync`, which is loaded by programs that use it."""
+    return hasattr(type(sync), "trains_locally")
 
 
 def groups_across(strategy: tf.distribute.Strategy, across: str) -> Groups:

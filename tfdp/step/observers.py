@@ -18,8 +18,7 @@ from tfdp._private.names import (
     note_in_graph,
     time_in_graph,
 )
-from tfdp.chain.finite_guard import FiniteGuard
-from tfdp.chain.norms import NoiseProbe, NormsOfStep
+from tfdp.chain.reduction import Stage
 from tfdp.seams.replace import note_on
 from tfdp.step.batch_first import tensors_of_this_graph
 
@@ -48,8 +47,8 @@ def observers_of(model: Any, kind: type[Kind]) -> list[Kind]:
 def forget_failed_fit(model: keras.Model) -> None:
     """Detaches the observers that the callbacks of a failed `fit` left."""
     for observer in observers_of(model, object):
-        if isinstance(observer, FiniteGuard):
-            observer.arm(0)  # graphs of that `fit` still exist
+        if isinstance(observer, Stage):
+            observer.forget_fit()
         detach(model, observer)
 
 
@@ -93,34 +92,3 @@ class StepMeter:
         batch = tensors_of_this_graph(given)
         if batch:
             note_in_graph(self._arrived, time_in_graph(batch))
-
-
-class NormsReader:
-    """Reads the norms of the steps of one `fit`, from the model's (or a new) probe."""
-
-    def __init__(self, model: keras.Model):
-        self._model = model
-        probes = observers_of(model, NoiseProbe)
-        if not probes:
-            replicas = len(model.distribute_strategy.extended.worker_devices)
-            optimizer, steps = model.optimizer, model.steps_per_execution
-            probes = [NoiseProbe(optimizer, model.trainable_variables, replicas, steps)]
-            attach(model, probes[0])
-        self._probe = probes[0]
-        self._probe.readers += 1
-        self.skip()
-
-    def skip(self) -> None:
-        """Skips the steps so far: those of another `fit` of the model."""
-        self._read = self._probe.steps
-
-    def read(self) -> list[NormsOfStep]:
-        steps = range(self._read, self._probe.steps)
-        self._read = steps.stop
-        return self._probe.norms(steps)
-
-    def close(self) -> None:
-        """Stops reading; the last reader detaches the probe."""
-        self._probe.readers -= 1
-        if not self._probe.readers:
-            detach(self._model, self._probe)

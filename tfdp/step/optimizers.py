@@ -24,33 +24,27 @@ from tfdp._private.names import current_rank, is_branch_graph, keras_state
 from tfdp._private.optimizer_hooks import (
     BEFORE_ACCUMULATION,
     CLIP,
+    CLIPPING,
     REDUCE,
     by_keras,
+    find_gradient_hook,
+    is_own,
+    momentum_compression_of,
+    shards_of,
     strategy_of,
     variables_built_with,
 )
 from tfdp._private.step_ops import operations_within
-from tfdp.chain.reduction import Reduction, momentum_compression_of, update_through
+from tfdp.chain.reduction import Reduction, update_through
 from tfdp.chain.stages import agree_finite, largest_of_replicas, reduce_gradients
-from tfdp.chain.table_rows import CLIPPING
 from tfdp.errors import ConfigurationError, ScopeError
 from tfdp.lint.op_kinds import draws
 from tfdp.seams.replace import Override, instance_attributes, instead
-from tfdp.sharding.optimizers import (
-    check_own_hooks,
-    check_shardable,
-    clip_over_shards,
-    find_gradient_hook,
-    is_own,
-    shard_overrides,
-)
-from tfdp.sharding.owners import refuse_late_owners
-from tfdp.sharding.updates import shards_of
-from tfdp.sharding.variables import shard_kind
 from tfdp.step.buffer_synchronization import synchronize_layer_state
 from tfdp.step.find_optimizers import innermost_optimizers
 from tfdp.tracing.keras_steps import VARIABLES
 from tfdp.tracing.run import Step, call_before_step, current_run
+from tfdp.variables.in_shards import is_in_shards, is_stored_in_shards
 
 # What a loss scaler has besides the optimizer that it wraps.
 SCALE_STATE = ("step_counter", "dynamic_scale")
@@ -105,7 +99,9 @@ def _method_overrides(facts: Overridden, some_defer: bool) -> dict[str, Any]:
     if hasattr(optimizer, "inner_optimizer"):
         overrides["check_finite"] = functools.partial(_check_finite, facts)
         return overrides
-    own = {} if facts.shards is None else shard_overrides(optimizer, facts.shards)
+    own = {}
+    if facts.shards is not None:
+        own = sharded_optimizers().shard_overrides(optimizer, facts.shards)
     if not some_defer:
         return own | ALREADY_REDUCED | overrides
     # Keras clips before it accumulates and reduces. Clipping of gradients that are not
@@ -187,9 +183,9 @@ def _check(facts: Overridden) -> None:
     """Refuses an optimizer that would look at parts of sums, or whose own sum would not
     be called."""
     if facts.shards is not None:
-        check_own_hooks(facts.optimizer)
+        sharded_optimizers().check_own_hooks(facts.optimizer)
         for leaf in facts.leaves:
-            check_shardable(leaf)
+            sharded_optimizers().check_shardable(leaf)
     if facts.run.replicas == 1:
         return
     for leaf in facts.own_reduction:
@@ -201,6 +197,13 @@ def _check(facts: Overridden) -> None:
         )
     if not facts.reduces_first:
         _refuse_own_look(facts.optimizer)
+
+
+def sharded_optimizers() -> Any:
+    """`tfdp.sharding.optimizers`, which is loaded where a strategy shards."""
+    from tfdp.sharding import optimizers
+
+    return optimizers
 
 
 def _refuse_own_look(optimizer: Optimizer) -> None:
@@ -243,7 +246,10 @@ def build_before_step(optimizer: Optimizer, variables: list[Any]) -> None:
     if current_run() is None:
         build()
     else:
-        refuse_late_owners(optimizer, innermost_optimizers(optimizer), variables)
+        if any(map(is_stored_in_shards, variables)):
+            from tfdp.sharding.owners import refuse_late_owners
+
+            refuse_late_owners(optimizer, innermost_optimizers(optimizer), variables)
         call_before_step(build)
 
 
@@ -319,7 +325,9 @@ def _reduce(
     clipped = (
         by_keras(optimizer, CLIP)(reduced)
         if shards is None
-        else clip_over_shards(optimizer, reduced, variables, shards)
+        else sharded_optimizers().clip_over_shards(
+            optimizer, reduced, variables, shards
+        )
     )
     for place, gradient in zip(places, clipped, strict=True):
         pairs[place] = (gradient, pairs[place][1])
@@ -334,9 +342,10 @@ def takes_reduced(optimizer: Optimizer) -> Iterator[None]:
         if found is not None:
             stack.enter_context(found[0].updating())
         for leaf in innermost_optimizers(optimizer):
+            own = {}
             if shards is not None:
-                check_shardable(leaf)
-            own = {} if shards is None else shard_overrides(leaf, shards)
+                sharded_optimizers().check_shardable(leaf)
+                own = sharded_optimizers().shard_overrides(leaf, shards)
             stack.enter_context(instance_attributes(leaf, own | ALREADY_REDUCED))
         yield
 
@@ -398,7 +407,7 @@ def maximize_stored_values(
     ):
         if not is_overwritten(variable) or gradient is None:
             continue
-        if shard_kind(variable) is not None:
+        if is_in_shards(variable):
             raise ConfigurationError(
                 f"The variable {variable.path!r}, which Keras overwrites by its "
                 "gradient, is in shards, and no replica has the whole of it. Give the "

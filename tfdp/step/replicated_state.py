@@ -19,9 +19,8 @@ import keras
 import tensorflow as tf
 
 from tfdp._private.names import MirroredVariable, SyncOnReadVariable
-from tfdp._private.optimizer_hooks import is_between_updates
+from tfdp._private.optimizer_hooks import ACCUMULATOR_NAME, is_between_updates
 from tfdp.chain.compression import STATE
-from tfdp.sharding.updates import ACCUMULATOR_NAME
 from tfdp.sharding.variables import ShardedVariable
 from tfdp.step.find_optimizers import make_equal, optimizers_of
 from tfdp.step.local_run import groups_across

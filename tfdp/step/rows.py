@@ -36,11 +36,9 @@ from tfdp._private.keras_models import (
 )
 from tfdp._private.names import current_rank
 from tfdp._private.optimizer_hooks import variables_built_with
-from tfdp.chain.table_rows import has_same_rows
 from tfdp.errors import ConfigurationError
 from tfdp.lint.registry import register_exchanged
 from tfdp.seams.replace import Override, around, instance_attributes
-from tfdp.sharding.variables import is_shard_of_sum
 from tfdp.tracing.keras_steps import (
     as_tensors,
     is_predict_step,
@@ -49,7 +47,13 @@ from tfdp.tracing.keras_steps import (
 )
 from tfdp.tracing.rows import Rows, find_padded, without_padding
 from tfdp.tracing.run import Step
-from tfdp.tracing.state_checks import handles_of, is_of_all_replicas, linear_sources
+from tfdp.tracing.state_checks import (
+    handles_of,
+    has_same_rows,
+    is_of_all_replicas,
+    linear_sources,
+)
+from tfdp.variables.in_shards import is_shard_of_sum
 
 
 def dummy_row_overrides(

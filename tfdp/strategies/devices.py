@@ -12,7 +12,6 @@ import tensorflow as tf
 
 from tfdp.checks import is_whole
 from tfdp.cluster.machine import notebook_restart_hint, usable_cores
-from tfdp.cluster.nvidia import driver_gpus, explain_unseen_gpus
 from tfdp.errors import ConfigurationError, DeviceError, DeviceWarning
 
 MOST_VIRTUAL_DEVICES = 1024
@@ -87,6 +86,8 @@ def add_waiting_thread() -> None:
 
 def unseen_gpus() -> str | None:
     """A message about GPUs that the driver sees and TensorFlow does not, or None."""
+    from tfdp.cluster.nvidia import driver_gpus, explain_unseen_gpus
+
     return explain_unseen_gpus(
         driver_gpus(),
         len(tf.config.list_physical_devices("GPU")),

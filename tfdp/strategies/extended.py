@@ -9,22 +9,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
 from tfdp._private import names
-from tfdp.chain.shards import depends_on_shards, refuse_sum_of_shards
 from tfdp.exchange.reducer import Reducer
 from tfdp.plan.shards import Sharding
-from tfdp.sharding.updates import SHARD_CLASSES, ShardUpdates
-from tfdp.sharding.variables import ShardedVariable
 from tfdp.step.local_run import refuse_in_local_run
 from tfdp.strategies.replica_extended import ReplicaExtended
 from tfdp.tracing.effect_order import ReplicaEffects, warn_about_shared
 from tfdp.tracing.run import Step
 from tfdp.tracing.trace_order import EagerOrder
 from tfdp.variables.global_seed import independent_draws, with_global_seed
+from tfdp.variables.in_shards import InShards
 from tfdp.variables.local_view import LocalView
 from tfdp.variables.mirrored import (
     ReplicaMirroredVariable,
@@ -32,6 +30,9 @@ from tfdp.variables.mirrored import (
     SeedVariable,
 )
 from tfdp.variables.own_values import OwnSumVariable
+
+if TYPE_CHECKING:
+    from tfdp.sharding.updates import ShardUpdates
 
 
 class DataParallelExtended(ReplicaExtended, names.MirroredExtended):
@@ -52,6 +53,8 @@ class DataParallelExtended(ReplicaExtended, names.MirroredExtended):
         self.reducer = reducer
         self.shards: ShardUpdates | None = None
         if sharding is not None and sharding.is_needed(reducer.transport.shard_parts):
+            from tfdp.sharding.updates import ShardUpdates
+
             self.shards = ShardUpdates(strategy, devices, reducer, sharding)
         self.current_run = Step(len(devices))
         self.remember_made()
@@ -67,7 +70,7 @@ class DataParallelExtended(ReplicaExtended, names.MirroredExtended):
     def _replica_ctx_update(
         self, var: Any, fn: Callable, args: Any, kwargs: Any, group: Any
     ) -> Any:
-        if isinstance(var, SHARD_CLASSES) and not tf.executing_eagerly():
+        if isinstance(var, InShards) and not tf.executing_eagerly():
             return self.shards_in_use().update(var, fn, args, kwargs)
         result = super()._replica_ctx_update(var, fn, args, kwargs, group)
         if isinstance(var, LocalView):
@@ -121,13 +124,14 @@ class DataParallelExtended(ReplicaExtended, names.MirroredExtended):
 
     def _create_variable(self, next_creator: Callable, **kwargs: Any) -> Any:
         self.note_maker()
-        shards, shard_class = self.shards, None
+        shards = self.shards
+        shard_class: Any = None
         if kwargs.get("initial_value") is not None:
             if shards is not None or not tf.executing_eagerly():
                 value = self.draw_start(kwargs, self.worker_devices[0])
             if shards is not None:
                 shard_class = shards.class_of(kwargs, value)
-                if shard_class is not None and issubclass(shard_class, ShardedVariable):
+                if shard_class is not None and shard_class.is_stored_in_shards:
                     value = self._common_start(value, kwargs)
                     return shards.make(shard_class, next_creator, kwargs, value)
         variable = super()._create_variable(next_creator, **kwargs)
@@ -161,15 +165,23 @@ class DataParallelExtended(ReplicaExtended, names.MirroredExtended):
 
 def _to_reduce(run: Step, rank: Any, reduce_op: Any, value: Any) -> Any:
     """A replica's input to a user's reduction, without dummy rows."""
-    refuse_sum_of_shards(run, rank, value)
+    if run.trace(rank).shard_gradients:
+        from tfdp.chain.shards import refuse_sum_of_shards
+
+        refuse_sum_of_shards(run, rank, value)
     if reduce_op != tf.distribute.ReduceOp.SUM:
         return value
-    return tf.nest.map_structure(
-        lambda part: (
-            part if depends_on_shards(run, rank, part) else run.parts_to_sum(rank, part)
-        ),
-        value,
-    )
+    return tf.nest.map_structure(lambda part: _part_to_sum(run, rank, part), value)
+
+
+def _part_to_sum(run: Step, rank: Any, part: Any) -> Any:
+    """`part` without dummy rows; what depends on sharded gradients has none."""
+    if run.trace(rank).shard_gradients:
+        from tfdp.chain.shards import depends_on_shards
+
+        if depends_on_shards(run, rank, part):
+            return part
+    return run.parts_to_sum(rank, part)
 
 
 def _parts_to_reduce(run: Step, reduce_op: Any, value: Any) -> Any:

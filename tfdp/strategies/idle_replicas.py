@@ -7,8 +7,8 @@ import weakref
 from typing import Any
 
 from tfdp._private import frames
-from tfdp.data.hosts import bounds_of_host
 from tfdp.data.padding import stated_batch_rows
+from tfdp.data.split import bounds_of_host
 from tfdp.errors import DeviceWarning
 from tfdp.strategies.in_words import is_without_fit_message
 

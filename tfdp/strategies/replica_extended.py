@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
 
 from tfdp._private.names import current_rank, in_compiled_function, stop_recording
+from tfdp._private.optimizer_hooks import ACCUMULATOR_NAME
 from tfdp.data.owned_input import LastingInput
 from tfdp.errors import CollectiveError, ScopeError
 from tfdp.exchange.reducer import Reducer
-from tfdp.sharding.owners import place_when_built
-from tfdp.sharding.updates import ACCUMULATOR_NAME, SHARD_CLASSES, ShardUpdates
-from tfdp.sharding.variables import ShardedVariable
 from tfdp.step.optimizers import sums_without_overrides
 from tfdp.strategies.scope import MadeInScope, check_component, check_not_keras_2
 from tfdp.tracing.run import Step
+from tfdp.variables.in_shards import InShards
 from tfdp.variables.mirrored import is_seed_state
+
+if TYPE_CHECKING:
+    from tfdp.sharding.updates import ShardUpdates
+    from tfdp.sharding.variables import ShardedVariable
 
 
 class ReplicaExtended(LastingInput):
@@ -94,7 +97,7 @@ class ReplicaExtended(LastingInput):
         """Tracks an optimizer of this strategy."""
         self.made_optimizers.note(optimizer)
         if self.shards is not None:
-            place_when_built(optimizer)
+            self.shards.note_optimizer(optimizer)
 
     @contextlib.contextmanager
     def building_replicas(self) -> Iterator[None]:
@@ -141,6 +144,6 @@ class ReplicaExtended(LastingInput):
     def _update(
         self, var: Any, fn: Callable, args: Any, kwargs: Any, group: Any
     ) -> Any:
-        if isinstance(var, SHARD_CLASSES):
+        if isinstance(var, InShards):
             return self.shards_in_use().update_across(var, fn, args, kwargs)
         return super()._update(var, fn, args, kwargs, group)  # type: ignore[misc]

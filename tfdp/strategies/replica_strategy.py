@@ -12,7 +12,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -22,7 +22,7 @@ from tfdp._private import frames, keras_calls, names
 from tfdp._private.functions import is_function, traced_as
 from tfdp._private.grain_inputs import grain_input_of
 from tfdp._private.keras_loops import raise_instead
-from tfdp.data.grain import with_own_state
+from tfdp._private.keras_models import take_over_jit
 from tfdp.data.keras_input import keras_input, with_none
 from tfdp.data.padding import distribute_padded, global_batch_rows, is_of_one_size
 from tfdp.data.split import is_split_by_us, parts, splittable
@@ -36,11 +36,8 @@ from tfdp.errors import (
 from tfdp.plan.communication import IdleOptions
 from tfdp.plan.shards import Sharding
 from tfdp.step import build, distillation  # noqa: F401 (replace methods of Keras)
-from tfdp.step.call import StepCall
 from tfdp.step.find_optimizers import optimizers_of
-from tfdp.step.jit import take_over_jit
 from tfdp.step.local_run import begin_local_run
-from tfdp.step.losses import ReplicaLosses
 from tfdp.step.observers import forget_failed_fit
 from tfdp.step.own_branches import refuse_own_branches
 from tfdp.step.predictions import joined_outputs, parts_of_one_shape, why_not_joined
@@ -54,6 +51,9 @@ from tfdp.tracing import keras_steps
 from tfdp.tracing.rows import without_padding
 from tfdp.tracing.run import Step
 from tfdp.tracing.trace_order import describe_sum, one_trace
+
+if TYPE_CHECKING:
+    from tfdp.step.losses import ReplicaLosses
 
 
 class ReplicaContextStrategy(tf.distribute.Strategy):
@@ -147,6 +147,8 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
     @property
     def losses_of_replica(self) -> ReplicaLosses:
         """What scales Keras' losses on the calling replica (`tfdp.seams.losses`)."""
+        from tfdp.step.losses import ReplicaLosses
+
         run, rank = self.extended.current_run, names.current_rank()
         return ReplicaLosses(run, rank, self._replicas, self._sum_scalar)
 
@@ -167,6 +169,8 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         self, fn: Callable, args: Any, kwargs: Any, options: Any, is_reported: bool
     ) -> Any:
         """One step, from its arguments to what one device would return."""
+        from tfdp.step.call import StepCall  # with all that only steps need
+
         self._one_thread.check(self._hosts_of_batch)
         call = StepCall(
             fn,
@@ -291,7 +295,11 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
             forget_failed_fit(fit["self"])
         scope.check_not_nested(self)
         scope.check_dataset(dataset)
-        dataset = with_own_state(dataset, keras_calls.adapter_of_caller())
+        adapter = keras_calls.adapter_of_caller()
+        if grain_input_of(adapter) is not None:
+            from tfdp.data.grain import with_own_state
+
+            dataset = with_own_state(dataset, adapter)
         element_spec = dataset.element_spec
         if self._replicas > 1:
             reader = keras_calls.batch_size_of_caller()[0]

@@ -8,13 +8,12 @@ import warnings
 import keras
 import tensorflow as tf
 
-from tfdp._private.newer_keras import mend_newer_keras
 from tfdp.checks import check_one_of
 from tfdp.errors import ConfigurationError, UncheckedVersionWarning
 from tfdp.plan.communication import Communication
 from tfdp.plan.shards import Sharding
 from tfdp.seams.losses import replace_loss_functions
-from tfdp.seams.table import CHECKED_VERSIONS, check_seams
+from tfdp.seams.table import CHECKED_VERSIONS, check_seams, is_of_keras_3_16
 from tfdp.tracing.statements import register_results
 
 
@@ -24,7 +23,10 @@ def check_versions() -> None:
     check_seams()
     replace_loss_functions()
     register_results()
-    mend_newer_keras()
+    if is_of_keras_3_16():
+        from tfdp._private.newer_keras import mend_newer_keras
+
+        mend_newer_keras()
     warn_of_other_versions()
 
 

@@ -21,7 +21,7 @@ from tfdp.exchange.tpu import CrossReplica
 from tfdp.plan.communication import Communication, checked_communication
 from tfdp.plan.shards import Sharding, sharding_of
 from tfdp.sharding.tpu_variables import tpu_shard_class
-from tfdp.sharding.updates import SHARD_CLASSES, ShardUpdates
+from tfdp.sharding.updates import ShardUpdates
 from tfdp.sharding.variables import ShardedVariable
 from tfdp.strategies.keras_backend import check_keras_backend
 from tfdp.strategies.replica_extended import ReplicaExtended
@@ -30,6 +30,7 @@ from tfdp.strategies.startup_checks import check_versions
 from tfdp.strategies.unused import note_made
 from tfdp.tracing.run import Step
 from tfdp.variables.global_seed import with_global_seed
+from tfdp.variables.in_shards import InShards
 from tfdp.variables.tpu import TPUOwnSumVariable, TPUReplicaVariable, TPUSeedVariable
 
 # Why an option of `Communication` does not apply to a TPU.
@@ -248,7 +249,7 @@ class TPUDataParallelExtended(ReplicaExtended, TPUExtended):
         group: bool = True,
     ) -> Any:
         with self._updating_own_copy():
-            if isinstance(var, SHARD_CLASSES):
+            if isinstance(var, InShards):
                 result = self.shards_in_use().update(var, fn, args, kwargs)
             else:
                 result = fn(var, *args, **(kwargs or {}))

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfdp._private.names import graphs_inside, is_recording
-from tfdp.lint.masks import MaskNumbers
 from tfdp.tracing.run import Step
 
 
@@ -76,6 +75,8 @@ def batch_weight(run: Step, rank: Any) -> tf.Tensor | None:
             run.suspicions.add(_BESIDE_SUM)
         if not means:
             return None
+    from tfdp.lint.masks import MaskNumbers
+
     number_of = MaskNumbers()
     if len({number_of(each.of) for each in means}) > 1:
         run.suspicions.add(_UNLIKE)

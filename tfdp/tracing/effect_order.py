@@ -31,9 +31,8 @@ from tfdp._private.step_ops import (
     unordered,
 )
 from tfdp.errors import CollectiveError
-from tfdp.lint.analysis import handle_of
 from tfdp.lint.op_kinds import adds_to_variable, assigns, is_extreme
-from tfdp.lint.terms import outermost
+from tfdp.lint.terms import handle_of, outermost
 from tfdp.tracing.run import Step
 
 Ops: TypeAlias = Sequence[tf.Operation]

@@ -13,20 +13,22 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
 from tfdp._private.names import current_rank
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.ordering import current_exchange_name
-from tfdp.lint.analysis import Analysis
 from tfdp.lint.findings import Findings
 from tfdp.lint.registry import is_of_graph, key_of
 from tfdp.lint.values import PART_OF_ROWS, ROW_SOURCE
 from tfdp.tracing.loss_shares import LossShares
 from tfdp.tracing.rows import Batch, Rows, parts_of_batch
 from tfdp.tracing.trace_order import EagerOrder
+
+if TYPE_CHECKING:
+    from tfdp.lint.analysis import Analysis
 
 
 class Mode(enum.Enum):
@@ -84,6 +86,8 @@ class Trace:
     @functools.cached_property
     def analysis(self) -> Analysis:
         """The values of the tensors of this graph."""
+        from tfdp.lint.analysis import Analysis  # long rules, needed where it is asked
+
         batch, step = self.batch, self._step
         if step.replicas == 1:
             # Its rows are plain tensors among other arguments.

@@ -8,7 +8,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp._private.names import own_copy, whole_of
-from tfdp.lint.analysis import handle_of
+from tfdp.lint.registry import is_of_graph
+from tfdp.lint.terms import handle_of
 from tfdp.lint.values import SAME, SCALED, Term, Value
 from tfdp.tracing.run import Step
 
@@ -103,3 +104,15 @@ def stored_from_shares(run: Step) -> tuple[list[Any], list[Any]]:
         if value.of_share:
             (sums if is_added(value, variable, rank) else averaged).append(variable)
     return averaged, sums
+
+
+def has_same_rows(gradient: Any, run: Step, rank: Any) -> bool:
+    """Whether the rows of `gradient` have equal indices on all replicas."""
+    is_rows = isinstance(gradient, tf.IndexedSlices)
+    if not is_rows or not is_of_graph(gradient.indices):
+        return False
+    # Replicas exchange values of one shape.
+    if not gradient.values.shape.is_fully_defined():
+        return False
+    value = run.analysis(rank).value(gradient.indices)
+    return not value.local and value.terms <= {Term.CONSTANT, Term.REPLICATED}

@@ -17,6 +17,7 @@ from tfdp._private.keras_models import (
     build_as_declared,
     given_losses,
     large_variables_left_empty,
+    take_over_jit,
     updates_all_variables,
 )
 from tfdp.chain.table_rows import Table, sums_repeated_rows, tables_of
@@ -28,7 +29,6 @@ from tfdp.hosts.host_link import HostLink, Ranges
 from tfdp.plan.communication import Communication, IdleOptions
 from tfdp.plan.shards import Sharding
 from tfdp.sharding.updates import host_of
-from tfdp.step.jit import take_over_jit
 from tfdp.strategies.devices import find_devices
 from tfdp.tools.planning.any_rows import AnyRows, UnclearLength, rows_to_trace
 from tfdp.tools.planning.step_graph import StepGraph, StoredVariable
