@@ -1,6 +1,7 @@
 """The stages and the reducer of a reduction: those of features that this run has.
 
-A stage's file is imported, and runs, only where its feature is used.
+A stage's file is imported, and runs, only where its feature is used: a plain `fit`
+loads none.
 """
 
 from __future__ import annotations
