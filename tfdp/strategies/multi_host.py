@@ -332,10 +332,6 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         return is_sharded and self.shard_group == "all"
 
     @property
-    def is_chief(self) -> bool:
-        return self.cluster.rank == 0
-
-    @property
     def _replicas(self) -> int:
         return self.hosts * super()._replicas
 

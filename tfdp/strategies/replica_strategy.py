@@ -22,6 +22,7 @@ from tfdp._private import frames, keras_calls, names
 from tfdp._private.functions import is_function, traced_as
 from tfdp._private.grain_inputs import grain_input_of
 from tfdp._private.keras_loops import raise_instead
+from tfdp.cluster import Cluster
 from tfdp.data.grain import with_own_state
 from tfdp.data.keras_input import keras_input, with_none
 from tfdp.data.padding import distribute_padded, global_batch_rows, is_of_one_size
@@ -63,6 +64,8 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
     compiles_steps = False
     #: Whether short batches are padded; a number is the size of a whole batch.
     pad_batches: bool | int = False
+    #: The workers of this training, and which of them this process is.
+    cluster = Cluster(workers=1, rank=0, coordinator=None)
     #: Options without effect that were left out; None: they are refused.
     idle_options: IdleOptions | None = None
     _sharding = Sharding()
@@ -114,7 +117,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
     @property
     def is_chief(self) -> bool:
         """Whether this process writes files."""
-        return True
+        return self.cluster.rank == 0
 
     def barrier(self, label: str = "barrier") -> None:
         """Waits until every host has called it."""
