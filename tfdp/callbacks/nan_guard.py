@@ -24,9 +24,12 @@ from tfdp.chain.finite_guard import FiniteGuard
 from tfdp.checks import check_one_of
 from tfdp.errors import ConfigurationError, NotFiniteError, NotFiniteWarning
 from tfdp.sharding.variables import ShardedVariable
-from tfdp.step.find_optimizers import innermost_optimizers, optimizers_of
+from tfdp.step.find_optimizers import (
+    innermost_optimizers,
+    optimizers_of,
+    optimizers_with_sync,
+)
 from tfdp.step.finite_trace import Finding, find_not_finite, weights_not_finite
-from tfdp.step.local_run import optimizers_with_sync
 from tfdp.step.observers import attach, detach
 
 REACTIONS = ("raise", "skip", "rollback")

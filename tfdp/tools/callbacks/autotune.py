@@ -21,8 +21,7 @@ from tfdp.hosts.host_link import HostLink
 from tfdp.hosts.link_speed import speed_of_sums
 from tfdp.plan.buckets import Bucket
 from tfdp.plan.communication import Communication
-from tfdp.step.find_optimizers import optimizers_of
-from tfdp.step.local_run import optimizers_with_sync
+from tfdp.step.find_optimizers import optimizers_of, optimizers_with_sync
 from tfdp.tools.simulator.machine import Link
 from tfdp.tools.simulator.model import Gradient, ModelProfile
 from tfdp.tools.tune.proposal import COMPUTE_SHARE, TrialFacts, predicted_speed
