@@ -313,10 +313,6 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         return 1 if self.elastic_hosts is not None else self.cluster.workers
 
     @property
-    def _hosts_of_batch(self) -> int:
-        return self.cluster.workers
-
-    @property
     def _notes(self) -> tuple[str, ...]:
         return self._connection.notes
 

@@ -98,11 +98,6 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         return 1
 
     @property
-    def _hosts_of_batch(self) -> int:
-        """The number of processes that share a batch; some may get no rows of it."""
-        return self.hosts
-
-    @property
     def _engine_in_words(self) -> str:
         raise NotImplementedError
 
@@ -170,7 +165,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         self, fn: Callable, args: Any, kwargs: Any, options: Any, is_reported: bool
     ) -> Any:
         """One step, from its arguments to what one device would return."""
-        self._one_thread.check(self._hosts_of_batch)
+        self._one_thread.check(self.cluster.workers)
         call = StepCall(
             fn,
             args,
@@ -178,7 +173,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
             self.extended.worker_devices,
             is_compiled=self.compiles_steps,
             is_reported=is_reported,
-            hosts=self._hosts_of_batch,
+            hosts=self.cluster.workers,
         )
         self._adopt_and_check(call.model, call.optimizers)
         is_jitted = call.model in self._jit_models
@@ -299,7 +294,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         if self._replicas > 1:
             reader = keras_calls.batch_size_of_caller()[0]
             dataset = splittable(dataset, reader, self._splits_multiples_of())
-        self._one_thread.check(self._hosts_of_batch)
+        self._one_thread.check(self.cluster.workers)
         warn_of_idle_replicas(self, dataset)
         dataset = self._part_of_host(dataset)
         raise_instead(keras_calls.loop_of_caller(), why_not_joined)
