@@ -38,6 +38,7 @@ class _Calls(threading.local):
 
 
 _calls = _Calls()
+_counted: list[bool] = []
 _watched: weakref.WeakKeyDictionary[Any, Callable[[Any], None]]
 _watched = weakref.WeakKeyDictionary()
 
@@ -70,6 +71,11 @@ def is_counted_by_keras(variable: tf.Variable) -> bool:
     added = _calls.now.added
     is_number = added is not None and isinstance(added[1], (int, float))
     return is_number and added[0].value is variable  # type: ignore[index]
+
+
+def has_counted() -> bool:
+    """Whether Keras ever added to a variable, as each update does to `iterations`."""
+    return bool(_counted)
 
 
 def is_made_for_autocast() -> bool:
@@ -135,6 +141,7 @@ def _noting_added(sign: int) -> Callable[[Callable[..., Any]], Callable[..., Any
     def replacement(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def add(self: Any, value: Any) -> Any:
+            _counted[:] = [True]
             with _noted(added=(self, value, sign)):
                 return original(self, value)
 

@@ -14,8 +14,7 @@ from tfdp.checks import is_number
 from tfdp.compression.method import momentum_compression_of
 from tfdp.errors import ConfigurationError
 from tfdp.plan.noise_scale import NoiseAverage, NoiseEstimate, split_norms
-from tfdp.step.find_optimizers import optimizers_of
-from tfdp.step.local_run import optimizers_with_sync
+from tfdp.step.find_optimizers import optimizers_of, optimizers_with_sync
 from tfdp.step.observers import NormsReader
 
 # (1 + decay) / (1 - decay), the number of steps that count, is `FEWEST_STEPS` here.

@@ -24,7 +24,11 @@ from tfdp.chain.finite_guard import FiniteGuard
 from tfdp.checks import check_one_of
 from tfdp.errors import ConfigurationError, NotFiniteError, NotFiniteWarning
 from tfdp.sharding.variables import ShardedVariable
-from tfdp.step.find_optimizers import innermost_optimizers, optimizers_of
+from tfdp.step.find_optimizers import (
+    innermost_optimizers,
+    optimizers_of,
+    optimizers_with_sync,
+)
 from tfdp.step.finite_trace import Finding, find_not_finite, weights_not_finite
 from tfdp.step.observers import attach, detach
 
@@ -272,7 +276,7 @@ def _check_count(name: str, value: Any, on_nan: str, acts_with: Sequence[str]) -
 
 
 def _is_local_training(model: keras.Model) -> bool:
-    return any(getattr(o, "sync", None) is not None for o in optimizers_of(model))
+    return bool(optimizers_with_sync(optimizers_of(model), model.distribute_strategy))
 
 
 def _check_can_act(model: keras.Model, on_nan: str) -> None:

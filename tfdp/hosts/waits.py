@@ -15,10 +15,15 @@ from tfdp.hosts.channel import Channel
 from tfdp.hosts.checked_wire import DamagedBlockError
 from tfdp.hosts.collective_fingerprint import CollectiveMismatch, difference
 from tfdp.hosts.crash_report import note_lost_worker
-from tfdp.hosts.membership import Membership
+from tfdp.hosts.membership import END_OF_SCRIPT, Membership
 from tfdp.hosts.worker_names import name_workers
 
 NOTICE_SECONDS = 5.0
+SAME_CALLS = (
+    "every worker must make the same calls, also where only one of them needs the "
+    "result (docs/what-every-worker-must-call.md)"
+)
+FIRST_ERROR = "look at that worker's output for the first error"
 
 
 def log_waiting(rank: int, seconds: float, what: str, missing: Sequence[int]) -> None:
@@ -100,10 +105,10 @@ def log_lost(rank: int, waited_seconds: float, exchange: str, reason: str) -> st
     TensorFlow buries the error of a Python call, or of a collective, in its own.
     """
     note_lost_worker()
+    advice = SAME_CALLS if END_OF_SCRIPT in reason else FIRST_ERROR
     message = (
         f"Worker {rank} waited {waited_seconds:.1f} seconds in {exchange} for the "
-        f"others: {reason}. Training cannot go on without it; look at that worker's "
-        "output for the first error."
+        f"others: {reason}. Training cannot go on without it; {advice}."
     )
     logging.error("tfdp: %s", message)
     return message

@@ -26,7 +26,7 @@ from tfdp.optimizers.apart import (
 )
 from tfdp.sharding.updates import ACCUMULATOR_NAME, WEIGHT_NAME, shards_of
 from tfdp.step.buffer_synchronization import synchronize_layer_state
-from tfdp.step.local_run import has_no_effect
+from tfdp.step.find_optimizers import has_no_effect
 from tfdp.step.local_training import LocalTraining
 from tfdp.step.local_values import LocalValues
 from tfdp.step.optimizers import build_before_step, refuse_overwritten, takes_reduced

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 from keras.optimizers import Optimizer
+
+from tfdp.sync.policy import Policy
 
 
 def optimizers_of(model: Any) -> list[Optimizer]:
@@ -25,6 +28,30 @@ def optimizers_of(model: Any) -> list[Optimizer]:
             seen.add(id(value))  # a list may hold itself
             values += value.values() if isinstance(value, Mapping) else value
     return list(unique.values())
+
+
+def has_no_effect(sync: Policy, strategy: tf.distribute.Strategy) -> bool:
+    """Whether `sync` is across hosts and `auto_strategy` has found one host, which the
+    first `fit` then reports."""
+    idle_options = getattr(strategy, "idle_options", None)
+    if sync.across != "hosts" or idle_options is None:
+        return False
+    if strategy.extended.reducer.host_groups is not None:
+        return False  # `hierarchy=(2, 2)` simulates hosts
+    idle_options.add("sync", "there are no other hosts to train apart from")
+    return True
+
+
+def optimizers_with_sync(
+    optimizers: Sequence[Optimizer], strategy: tf.distribute.Strategy
+) -> list[Any]:
+    """Those of `optimizers` with a `sync` that has an effect under `strategy`."""
+    return [
+        optimizer
+        for optimizer in optimizers
+        if isinstance(getattr(optimizer, "sync", None), Policy)
+        and not has_no_effect(optimizer.sync, strategy)
+    ]
 
 
 def innermost_optimizers(optimizer: Optimizer) -> list[Optimizer]:

@@ -313,10 +313,6 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         return 1 if self.elastic_hosts is not None else self.cluster.workers
 
     @property
-    def _hosts_of_batch(self) -> int:
-        return self.cluster.workers
-
-    @property
     def _notes(self) -> tuple[str, ...]:
         return self._connection.notes
 
@@ -330,10 +326,6 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         """Whether the hosts share the model's shards, so that no host has all."""
         is_sharded = bool(self._sharding.stage) and self._group is not None
         return is_sharded and self.shard_group == "all"
-
-    @property
-    def is_chief(self) -> bool:
-        return self.cluster.rank == 0
 
     @property
     def _replicas(self) -> int:

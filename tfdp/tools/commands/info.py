@@ -101,13 +101,11 @@ def _devices() -> dict[str, list[dict[str, str]]]:
 
 def _strategy() -> dict[str, Any]:
     from tfdp.exchange.choose_engine import choose_engine
-    from tfdp.strategies.unused import note_used
 
     # Not auto_strategy, which waits for the other workers of a cluster.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeviceWarning)  # listed among the facts
         strategy = tfdp.DataParallelStrategy(alone=True)
-    note_used()  # suppresses the warning that it was never used
     devices = list(strategy.extended.worker_devices)
     engine = choose_engine(devices, strategy.communication)
     topology = strategy.topology
