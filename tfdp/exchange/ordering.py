@@ -167,7 +167,7 @@ _local = threading.local()
 
 @contextlib.contextmanager
 def exchanges_of(name: str) -> Iterator[None]:
-    """Within the context, replicas match exchanges by `name`, not by their order.
+    """Makes replicas match exchanges by `name` within the context, not by their order.
 
     The name is the same on all replicas; several exchanges of one name are counted. "":
     by order.
@@ -201,7 +201,7 @@ class ReplicaTokens:
         self._received: list[tf.Operation] = []
 
     def begin_run(self) -> None:
-        """Called before the replicas of a `strategy.run` are traced in this graph."""
+        """Prepares for the replicas of a `strategy.run`, traced next in this graph."""
         self._run_graph = tf.compat.v1.get_default_graph()
         self._touched, self._received = {}, []
 
@@ -278,7 +278,7 @@ class LinkCalls:
         self._begun = AsyncExchanges()
 
     def close(self) -> None:
-        """Waits for exchanges that other hosts wait for, too."""
+        """Waits for exchanges still in flight, so that no other host hangs."""
         self._begun.close()
 
     def call(

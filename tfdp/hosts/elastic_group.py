@@ -241,7 +241,7 @@ class ElasticHosts:
     def meet_quorum(
         self, update: int, weight: float, arrays: Arrays
     ) -> tuple[list[np.ndarray], int, int]:
-        """As `meet`, for a quorum (`tfdp.hosts.elastic_quorum`), weighted by `weight`.
+        """Averages over a quorum (`tfdp.hosts.elastic_quorum`), weighted by `weight`.
 
         Returns the means of the round, and of others that this host missed, stacked;
         the outcome, without any round if it is LEFT_OUT; and how many updates the

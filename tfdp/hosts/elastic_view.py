@@ -1,4 +1,4 @@
-"""What a host of an elastic group knows of the group; pure rules, no sockets.
+"""One host's knowledge of its elastic group; pure rules, no sockets.
 
 Each outer all-reduce has a number, the update after which it happens, and ends with an
 epoch, one more than before, and the ranks of its members. A host that learns of an
@@ -47,7 +47,7 @@ class Answer:
 
 @dataclasses.dataclass
 class View(Answer):
-    """What this host (`rank`) knows of its group."""
+    """The knowledge of this host (`rank`) about its group."""
 
     addresses: dict[int, Address] = dataclasses.field(default_factory=dict)
     _: dataclasses.KW_ONLY
@@ -117,7 +117,7 @@ def parse_addresses(value: object, workers: int) -> dict[int, Address]:
 
 
 def judge(view: View, answer: Answer, update: int | None = None) -> str:
-    """What the reply of a supposed member means to a host with `view`.
+    """Judges what the reply of a supposed member means to a host with `view`.
 
     `update` is that of the all-reduce that this host is in, if any.
     """

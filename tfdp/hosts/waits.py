@@ -120,7 +120,7 @@ NEWS_SECONDS = 10.0
 
 
 def closed(rank: int, what: str) -> CollectiveError:
-    """For a call that uses, or waits on, this worker's closed link."""
+    """The error of a call that uses, or waits on, this worker's closed link."""
     return CollectiveError(
         f"The connections of worker {rank} were closed (by `close()` of the strategy, "
         f"or at the end of the script) when {what}. Close a strategy after its last "
@@ -131,7 +131,7 @@ def closed(rank: int, what: str) -> CollectiveError:
 def out_of_step(
     membership: Membership, workers: int, found: CollectiveMismatch, note_key: str
 ) -> CollectiveError:
-    """For a fingerprint mismatch; each worker leaves its exchange under `note_key`."""
+    """The error of a fingerprint mismatch; workers exchange notes under `note_key`."""
     other = (membership.rank - 1) % workers
     notes: dict[int, str] = {}
     # The header holds only a digest; the other worker's note has the details. Without
@@ -150,7 +150,7 @@ def out_of_step(
 def damaged(
     rank: int, workers: int, ring: Channel, found: DamagedBlockError
 ) -> CollectiveError:
-    """For a block that was changed in transit; names both ends."""
+    """The error of a block that was changed in transit; names both ends."""
     distance = 1
     for each in ring.neighbours:
         if each.receiver is found.receiver:

@@ -92,7 +92,7 @@ class SpeedBalance:
         self._since = 0
 
     def note(self, seconds: Sequence[float], rows: int) -> bool:
-        """Takes what the hosts needed for a step of `rows` rows; whether shares change.
+        """Records each host's seconds for a step; returns whether the shares change.
 
         A step in which a host was not measured, or had no rows, has a 0 there.
         """

@@ -390,7 +390,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         return self._row_shares.distributed(dataset, options)
 
     def split_batch(self, batch: Any) -> list[Any]:
-        """With `balance`: of a global batch the parts of this host's replicas."""
+        """Splits a global batch into the parts of this host's replicas (`balance`)."""
         if self._row_shares is None:
             raise ConfigurationError("Only with balance='speed' hosts split batches.")
         return self._row_shares.split(batch)
@@ -415,7 +415,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
     def distribute_datasets_from_function(
         self, dataset_fn: Callable, options: Any = None
     ) -> Any:
-        """As in TensorFlow; hosts without data continue with empty batches."""
+        """Does as in TensorFlow; hosts without data continue with empty batches."""
         self._refuse_in_helper()
         if self._row_shares is not None:
             self._row_shares.refuse("here each host reads batches of its own")

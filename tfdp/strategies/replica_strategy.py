@@ -123,7 +123,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
 
     @property
     def shard(self) -> str:
-        """What is sharded: "none", "optimizer", "gradients" or "parameters"."""
+        """The sharded state: "none", "optimizer", "gradients" or "parameters"."""
         return str(self._sharding.what)
 
     @functools.cached_property
@@ -144,7 +144,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
 
     @property
     def losses_of_replica(self) -> ReplicaLosses:
-        """What scales Keras' losses on the calling replica (`tfdp.seams.losses`)."""
+        """The scaling of Keras' losses on the calling replica (`tfdp.seams.losses`)."""
         run, rank = self.extended.current_run, names.current_rank()
         return ReplicaLosses(run, rank, self._replicas, self._sum_scalar)
 
@@ -368,7 +368,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
 
     @functools.cached_property
     def _told(self) -> weakref.WeakKeyDictionary[Any, set[str]]:
-        """By the function of a loop: what was warned of."""
+        """Warnings already shown, by loop function."""
         return weakref.WeakKeyDictionary()
 
     def _sum_scalar(self, value: tf.Tensor, rank: Any) -> tf.Tensor:
