@@ -158,7 +158,7 @@ class ShardUpdates:
 
     @contextlib.contextmanager
     def making(self, layout: ShardLayout) -> Iterator[None]:
-        """Within this, a variable is created as state of an optimizer, by `layout`."""
+        """Makes a variable created within the context optimizer state, by `layout`."""
         self._layout_to_make = layout
         try:
             yield
@@ -273,7 +273,7 @@ class ShardUpdates:
 
     @contextlib.contextmanager
     def updating_on_devices(self) -> Iterator[None]:
-        """Within this context, updates that touch no state stay on the devices."""
+        """Keeps updates that touch no state on the devices within the context."""
         self._updates_on_host = False
         try:
             yield

@@ -63,7 +63,7 @@ class ElasticRounds:
             tf.cond(self._exchanges, exchange, lambda: tf.constant(False))
 
     def end_fit(self) -> None:
-        """At the end of `fit`: late hosts take this host's state, or it theirs."""
+        """Ends `fit`: late hosts take this host's state, or it theirs."""
 
         def exchange() -> None:
             self._exchanges.assign(True)
@@ -86,8 +86,8 @@ class ElasticRounds:
         rank: int,
         move: Callable[[Sequence[tf.Tensor]], tf.Tensor],
     ) -> tf.Tensor:
-        """In a replica, after an update that ends a round: averages `values` over the
-        present hosts and passes the means to `move`, unless this host was left out."""
+        """Averages `values` over the present hosts, in a replica after an update that
+        ends a round, and passes the means to `move`, unless this host was left out."""
         means, outcome = self._pipeline.meet(count, values, rank)
         self.note_outcome(outcome, rank)
         is_in = tf.not_equal(outcome, LEFT_OUT)
@@ -110,7 +110,7 @@ def for_each_round(
 def elastic_rounds(
     sync: Sync, strategy: tf.distribute.Strategy, state: State
 ) -> ElasticRounds | None:
-    """For a strategy with elastic hosts; refuses options that it does not support."""
+    """The rounds of a strategy with elastic hosts; refuses unsupported options."""
     reducer = strategy.extended.reducer
     if not isinstance(reducer, ElasticPipeline):
         return None

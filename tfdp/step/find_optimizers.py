@@ -45,7 +45,7 @@ def has_no_effect(sync: Policy, strategy: tf.distribute.Strategy) -> bool:
 def optimizers_with_sync(
     optimizers: Sequence[Optimizer], strategy: tf.distribute.Strategy
 ) -> list[Any]:
-    """Those of `optimizers` with a `sync` that has an effect under `strategy`."""
+    """The optimizers whose `sync` takes effect under `strategy`."""
     return [
         optimizer
         for optimizer in optimizers
@@ -70,8 +70,8 @@ def names_of_updates(model: Any) -> list[str]:
 
 
 def make_equal(optimizer: Any) -> None:
-    """Called on all hosts before the state of `optimizer` and its weights is read: late
-    updates (`tfdp.sync.BoundedStaleness`) are made."""
+    """Makes late updates (`tfdp.sync.BoundedStaleness`); call it on all hosts before
+    the state of `optimizer` and its weights is read."""
     of_optimizer = getattr(optimizer, "make_equal", None)
     if of_optimizer is not None:
         of_optimizer()

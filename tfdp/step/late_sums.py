@@ -223,7 +223,7 @@ class LateUpdates(LocalTraining):
 
     @contextlib.contextmanager
     def _at_rates(self, sums: dict[int, tf.Tensor], rank: int) -> Iterator[None]:
-        """Within this, learning rates are those of the step of the gradients."""
+        """Sets learning rates to those of the gradients' step within the context."""
         kept = []
         for place, rate in self._rates.items():
             own = own_copy(rate, rank)
@@ -300,7 +300,7 @@ class LateUpdates(LocalTraining):
 
 
 class _InFlight(tf.Module):
-    """What a checkpoint holds of a queue: the number of sums, and their arrays."""
+    """A queue as a checkpoint holds it: the number of sums, and their arrays."""
 
     def __init__(self, queue: LateQueue, steps: int):
         super().__init__(name="late_sums")

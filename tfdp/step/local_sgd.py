@@ -255,7 +255,7 @@ class Rounds(LocalTraining):
         return self._move(number, means, count, rank)
 
     def _fragment(self, number: int) -> tuple[list[LocalView], list[LocalView]]:
-        """Its weights; and for the last one, which ends a round, the buffers."""
+        """Weights of a fragment; the last, which ends a round, also has the buffers."""
         weights = [self._weights[place] for place in self._fragments[number]]
         is_last = number == len(self._fragments) - 1
         return weights, self._layer_state if is_last else []

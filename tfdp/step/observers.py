@@ -65,7 +65,7 @@ class StepMeter:
 
     @property
     def samples(self) -> int | None:
-        """Of all steps so far, in this process; None: unknown for a step."""
+        """Samples of all steps so far, in this process; None: unknown for a step."""
         if not self._is_known:
             return None
         return self._eager_samples + int(self._samples.numpy())
@@ -80,7 +80,7 @@ class StepMeter:
         return float(self._arrived.numpy()) or None
 
     def note(self, rows: Any, given: Any) -> None:
-        """Called when a step is traced, or made eagerly; `rows` may be unknown
+        """Counts a step when it is traced, or made eagerly; `rows` may be unknown
         (None)."""
         self._is_known = self._is_known and rows is not None
         if tf.executing_eagerly():

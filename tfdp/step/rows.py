@@ -55,7 +55,7 @@ from tfdp.tracing.state_checks import handles_of, is_of_all_replicas, linear_sou
 def dummy_row_overrides(
     step: Any, optimizers: Sequence[Any], run: Step
 ) -> Iterator[Override]:
-    """With these, a model learns nothing from dummy rows: Keras' own `train_step`
+    """Overrides that let a model learn nothing from dummy rows: Keras' own `train_step`
     differentiates the result of `compute_loss`, which is set to 0; for other steps the
     gradients are set to 0 when the optimizer gets them."""
     if not run.has_dummy_rows or not name_of_step(step):
@@ -110,8 +110,8 @@ def _apply(
 
 @contextlib.contextmanager
 def gathering_real_rows(run: Step) -> Iterator[None]:
-    """Within this, `all_gather` of a replica, along the first axis, leaves dummy rows
-    out."""
+    """Makes `all_gather` of a replica, along the first axis, leave dummy rows out
+    within the context."""
     context = tf.distribute.get_replica_context()
     gather = functools.partial(_gather, context, run)
     with instance_attributes(context, {"all_gather": gather}):
@@ -150,7 +150,7 @@ def _real_rows(rows: Rows, value: Any) -> Any:
 def padding_overrides(
     model: Any, run: Step, made_metrics: Sequence[keras.metrics.Metric]
 ) -> Iterator[Override]:
-    """With these, the loss and metrics of `model` exclude padding rows."""
+    """Overrides that exclude padding rows from the loss and metrics of `model`."""
     if not isinstance(model, keras.Model):
         return
 
