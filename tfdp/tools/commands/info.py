@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def gather_facts(virtual_devices: int | None = None) -> dict[str, Any]:
-    """What `tfdp info` prints, as plain data.
+    """The facts that `tfdp info` prints, as plain data.
 
     Without TensorFlow, `devices` and `strategy` are None and a warning says why.
 

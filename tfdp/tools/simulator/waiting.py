@@ -35,7 +35,7 @@ ROUND = 50
 
 @dataclasses.dataclass(frozen=True)
 class Delays:
-    """What makes workers slow.
+    """Delays that make workers slow.
 
     Args:
       slow_factor: how many times longer worker 0 computes, above 0; 1: as the others.

@@ -29,7 +29,7 @@ OnStep = Callable[[int, list[list[np.ndarray]]], None]
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What to train, on what data, and how."""
+    """A model to train, its data, and the strategy."""
 
     build: Callable[[], keras.Model]
     strategy: tf.distribute.Strategy

@@ -117,7 +117,7 @@ DEFAULTS = Setting()
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where the trials run: simulated hosts and their replicas; the global batch."""
+    """The simulated hosts and their replicas on which trials run; the global batch."""
 
     processes: int
     replicas: int
