@@ -51,7 +51,7 @@ class _Bar:
 
 
 class _Lines:
-    """For logs: the first line after LINE_SECONDS."""
+    """Progress lines for logs, the first one after LINE_SECONDS."""
 
     def __init__(self, label: str, total: float):
         self._label, self._total, self._done = label, total, 0.0

@@ -1,4 +1,4 @@
-"""What Keras is doing in the calling thread, as methods that tfdp replaces note it.
+"""Notes what Keras is doing in the calling thread, in methods that tfdp replaces.
 
 Keras calls the same strategy method, or creates the same kind of variable, for several
 purposes. The replaced methods note their arguments, and call Keras' own.
@@ -101,7 +101,7 @@ def model_to_build() -> Any:
 
 
 def reading_ended() -> contextlib.AbstractContextManager[None]:
-    """Within this, Keras has the batch and builds."""
+    """Notes within the context that Keras has the batch and builds."""
     return _noted(is_reading=False)
 
 

@@ -303,7 +303,7 @@ def _check_can_act(model: keras.Model, on_nan: str) -> None:
 def describe_findings(
     found: Sequence[Finding], places: Sequence[str], when: str
 ) -> str:
-    """What is not finite, where, and what to do, as text."""
+    """Describes what is not finite, where, and what to do."""
     by_rank: dict[int, list[Finding]] = {}
     for finding in found:
         by_rank.setdefault(finding.rank, []).append(finding)

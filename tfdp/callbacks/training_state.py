@@ -351,7 +351,7 @@ def _of_model(model: keras.Model) -> Iterator[str]:
 
 
 def place_of_host(restored: Restored, hosts: Hosts) -> Restored:
-    """What was saved at the hosts' own pace, with the step and place of this host."""
+    """Puts the step and place of this host into what hosts saved at their own pace."""
     places: Any = restored.program.get("places")
     if not isinstance(places, list) or not places:
         return restored

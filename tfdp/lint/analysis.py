@@ -112,7 +112,7 @@ class Analysis:
         return frame.values[tensor.op.name][tensor.value_index]
 
     def _stated(self, frame: _Frame, op: tf.Operation) -> list[Statement | None]:
-        """What was stated about an op's outputs."""
+        """The statements about an op's outputs; None for an output without one."""
         stated = registered(frame.graph)
         names = [output.name for output in op.outputs]
         found = [self.sources.get((id(frame.graph), name)) for name in names]
@@ -219,7 +219,7 @@ class Analysis:
         return _of_eager(outer)
 
     def _calls_of(self, op: tf.Operation) -> list[tf.Tensor]:
-        """What the surrounding graph gives for an argument of a finished function."""
+        """Tensors that the surrounding graph passes for a finished function's input."""
         graph, found = op.graph, []
         outer = getattr(graph, "outer_graph", None)
         if not hasattr(graph, "captures") or outer is None:
@@ -290,7 +290,7 @@ class Analysis:
         return [unknown([value]) for value in values]
 
     def _carried(self, body: Any, place: int, value: Value) -> Value:
-        """Of a loop over rows: what it carries from one row to the next."""
+        """The value that a loop over rows carries from one row to the next."""
         is_changed = outermost_in(body.outputs[place]) is not body.inputs[place]
         if value.is_one_row and is_changed:
             return value.crossed(JOINED, body.outputs[place].op.name)
@@ -307,7 +307,7 @@ class Analysis:
 
 
 def _decided_by(condition: Value, value: Value, op: str) -> Value:
-    """What a branch or a loop makes of rows, if all rows decide how it runs."""
+    """The value after a branch or a loop; crossed if all rows decide how it runs."""
     is_decision = condition.terms & (LOCAL_TERMS - {Term.ROWS})
     if is_decision and value.is_local and not value.of_share:
         return value.crossed(NORMALIZED, op)

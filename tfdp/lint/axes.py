@@ -337,7 +337,7 @@ def numbered(node: Node) -> Value:
 
 
 def positions(node: Node) -> Value:
-    """Where of a mask: the places of the rows that it selects."""
+    """Rule for `Where` applied to a mask: indices of the selected rows."""
     value = node.values[0]
     if not value.axes:
         return unknown(node.values)
@@ -420,7 +420,7 @@ def diagonal_matrix(node: Node) -> Value:
 
 
 def diagonal(node: Node) -> Value:
-    """Of pairs: each row with itself."""
+    """Rule for the diagonal of pairs of rows: each row with itself."""
     value, rank = node.values[0], node.rank(0)
     if rank is None or (node.op.type == "DiagPart" and rank != 2):
         return unknown([value]) if value.axes else value

@@ -1,4 +1,4 @@
-"""From the values of an op's inputs to those of its outputs: one rule for each type.
+"""Maps the values of an op's inputs to those of its outputs: one rule for each type.
 
 A rule takes a `Node` and returns a value, or a list with one for each output. An op
 that is not in `RULES` gets `unlisted`, which never causes a warning by itself.

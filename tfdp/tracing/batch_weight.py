@@ -44,8 +44,8 @@ _BESIDE_SUM = (
 
 
 class Denominator(NamedTuple):
-    """What the mean of one loss was divided by: `total`, None for the number of rows.
-    `of` is the mask or weights that it counts, by identity, or a `Kind`."""
+    """The divisor of one loss's mean: `total`, None for the number of rows. `of` is the
+    mask or weights that it counts, by identity, or a `Kind`."""
 
     total: tf.Tensor | None
     of: Any = None
