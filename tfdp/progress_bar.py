@@ -69,4 +69,4 @@ class _Lines:
         print(f"tfdp: {self._label}: {share}", file=sys.stderr, flush=True)
 
     def stop(self) -> None:
-        """Nothing to stop."""
+        """Does nothing; each line is printed at once."""

@@ -245,7 +245,7 @@ class DrawnOrder:
 
     @property
     def drawn(self) -> int:
-        """The number of passes."""
+        """The number of passes over the data in this process."""
         return max((_drawn.get(keeper, 0) for keeper in self._keepers), default=0)
 
     def is_drawn_by(self, other: Any) -> bool:

@@ -294,7 +294,7 @@ class HiddenOptimizers:
         ]
 
     def warn_of_used(self) -> None:
-        """Warns once for each."""
+        """Warns once for each hidden optimizer that this training uses."""
         used = [h for h in self._hidden if int(h[1].iterations.numpy()) != h[2]]
         self._hidden = [hidden for hidden in self._hidden if hidden not in used]
         for name, optimizer, _ in used:

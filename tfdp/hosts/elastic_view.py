@@ -89,7 +89,7 @@ def parse_answer(message: Mapping[str, Any], workers: int) -> Answer:
 
 
 def parse_place(value: object) -> tuple[int, int]:
-    """Epoch of `fit` and batch."""
+    """Parses the epoch of `fit` and the batch."""
     if not isinstance(value, list) or len(value) != 2:
         raise ValueError("not a place")
     epoch, batch = (checked_integer(number, 0, MOST_COUNT) for number in value)
@@ -97,7 +97,7 @@ def parse_place(value: object) -> tuple[int, int]:
 
 
 def parse_members(value: object, workers: int) -> tuple[int, ...]:
-    """Distinct ranks in order."""
+    """Parses distinct ranks in ascending order."""
     if not isinstance(value, list) or len(value) > workers:
         raise ValueError("not a list of members")
     ranks = [checked_integer(rank, 0, workers - 1) for rank in value]
@@ -107,7 +107,7 @@ def parse_members(value: object, workers: int) -> tuple[int, ...]:
 
 
 def parse_addresses(value: object, workers: int) -> dict[int, Address]:
-    """(host, port) by rank."""
+    """Parses (host, port) by rank."""
     if not isinstance(value, dict) or len(value) > workers:
         raise ValueError("not a table of addresses")
     ranks = [

@@ -83,7 +83,7 @@ class Owner(Protocol):
     version: int
 
     def apply(self, push: Push) -> None:
-        """Makes one update."""
+        """Updates the owner's part of the weights by a push."""
 
     def weights(self) -> list[np.ndarray]:
         """Copies of the owned parts."""

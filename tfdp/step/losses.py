@@ -72,7 +72,7 @@ class ReplicaLosses:
         self._sum_over_replicas = sum_over_replicas
 
     def scaled_mean(self, loss: MeanLoss) -> Any:
-        """The mean times D_r / D."""
+        """This replica's share of the loss: the mean times D_r / D."""
         run, rank = self._run, self._rank
         if self._is_alone:
             _note_own_denominator(run, rank, loss)
@@ -117,7 +117,7 @@ class ReplicaLosses:
         return _product(share, tf.ones([], share.dtype))
 
     def _fraction(self, loss: MeanLoss) -> Any:
-        """D_r / D."""
+        """This replica's part of the denominator, D_r / D."""
         run, rank, trace = self._run, self._rank, self._run.trace(self._rank)
         rows = trace.rows
         if rows.is_padded:

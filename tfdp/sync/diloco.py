@@ -142,7 +142,7 @@ class DiLoCo(Sync):
 
     @property
     def local_share(self) -> float:
-        """Alpha; see `mixing`."""
+        """The share alpha that a host keeps of its own weights; see `mixing`."""
         if self.mixing is None:
             return 0.5 if self.overlap_steps else 0.0
         return self.mixing

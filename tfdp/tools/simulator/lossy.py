@@ -71,7 +71,7 @@ class Lossy:
         return 2 * message * (hosts - 1) / hosts
 
     def rounds(self, hosts: int) -> int:
-        """Latencies in an exchange."""
+        """The number of latencies in an exchange."""
         return (1 if self._is_gathered(hosts) else 2) * (hosts - 1)
 
     def coding_seconds(self, size_bytes: float, tensors: int = 1) -> float:

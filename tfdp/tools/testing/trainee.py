@@ -111,7 +111,7 @@ class Trainee:
         return float(losses[-1]) if losses else None
 
     def random_states(self) -> dict[str, list[np.ndarray]]:
-        """Layer name -> states."""
+        """The states of random layers, by layer name."""
         states: dict[str, list[np.ndarray]] = {}
         for layer, generator in random_layers(self.model):
             states.setdefault(layer.name, []).append(generator.state.numpy())

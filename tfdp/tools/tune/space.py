@@ -69,7 +69,7 @@ class Setting:
 
     @property
     def communication_line(self) -> str:
-        """The code to paste."""
+        """The line of code to paste."""
         values = {
             name: value for name, value in self.changes.items() if name in COMMUNICATION
         }
