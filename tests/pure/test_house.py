@@ -25,6 +25,11 @@ MOST_LINES_OF_A_SCRIPT = 600
 # Ten layers with two or three files in each. The longest: `plan` on top of a strategy
 # of several hosts, down to the private names.
 MOST_FILES_IN_A_CHAIN = 19
+# A docstring begins with a verb or a noun: what it does, or what it is.
+HEADLESS = set(
+    "As At By Called For From In Its Of On That Then Those What Where With Within "
+    "Whose".split()
+)
 
 
 def first_line(room):
@@ -97,6 +102,18 @@ def test_a_file_holds_one_idea(module):
     assert lines <= MOST_LINES
     long = [name for name, count in functions(module.tree) if count > MOST_CODE_LINES]
     assert long == []
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.name)
+def test_docstrings_begin_with_what_they_name(module):
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    nodes = [node for node in ast.walk(module.tree) if isinstance(node, documented)]
+    lines = [(ast.get_docstring(node) or "").partition("\n")[0] for node in nodes]
+    assert [line for line in lines if is_headless(line)] == []
+
+
+def is_headless(line):
+    return line.partition(" ")[0].strip(",;:.") in HEADLESS
 
 
 def test_the_interface_of_transports_is_small():
