@@ -27,8 +27,8 @@ MOST_LINES_OF_A_SCRIPT = 600
 MOST_FILES_IN_A_CHAIN = 19
 # A docstring begins with a verb or a noun: what it does, or what it is.
 HEADLESS = set(
-    "As At By Called For From In Its Of On That Then Those What Where With Within "
-    "Whose".split()
+    "After As At Before Between By Called For From In Instead Into Its Of On Outside "
+    "Over That Then Those Unless What When Where While Whose With Within".split()
 )
 
 

@@ -81,7 +81,7 @@ class ElasticPipeline(Reducer):
         return means, outcome
 
     def begin_quorum(self, rules: QuorumRules, values: Tensors) -> None:
-        """While a graph is built: what `meet_quorum` will exchange, and how."""
+        """Sets, while a graph is built, what `meet_quorum` will exchange, and how."""
         like = [np.zeros(v.shape, v.dtype.as_numpy_dtype) for v in values]
         self.hosts.begin_quorum(rules, like)
 

@@ -505,7 +505,7 @@ class QuorumRounds:
         self._group.drop(rank)
 
     def _take_over(self) -> bool:
-        """Before this host decides: takes over what others have decided meanwhile."""
+        """Takes over what others have decided meanwhile, before this host decides."""
         group = self._group
         others = [rank for rank in group.view.members if rank != group.rank]
         answers: dict[int, Answer] = {}

@@ -162,7 +162,7 @@ def _send(arrays: Arrays, blocks: Sequence[Block], ends: Ends) -> None:
 def _add_and_pass(
     inputs: Arrays, outputs: Arrays, parts: Parts, first: int, rounds: int, ends: Ends
 ) -> None:
-    """After part `first` was sent: adds own blocks to received parts, and passes them
+    """Adds own blocks to received parts, after part `first` was sent, and passes them
     on in rounds before `rounds`."""
     members = len(parts)
     for step in range(1, members):

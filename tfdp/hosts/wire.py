@@ -149,7 +149,7 @@ class Sender:
             raise self._failure
 
     def drain(self, until: float) -> None:
-        """Before `close`: waits until `until` for data that `close` would discard."""
+        """Waits, before `close`, until `until` for data that `close` would discard."""
 
     def close(self) -> None:
         with self._queueing:

@@ -157,7 +157,7 @@ class Worker:
 
     @property
     def failed_seconds(self) -> float:
-        """When it failed, by the launcher's monotonic clock."""
+        """The time at which it failed, by the launcher's monotonic clock."""
         crash = self.crash
         if crash is None or self.is_remote:
             return self.ended_seconds or time.monotonic()

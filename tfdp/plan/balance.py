@@ -60,7 +60,7 @@ def shares_by_speed(
 
 
 def parts_of_batch_of(rows: int, hosts: int, replicas: int) -> int:
-    """Into how many equal parts a batch is cut, of which hosts get whole ones.
+    """The number of equal parts of a batch, of which hosts get whole ones.
 
     A part has a multiple of `replicas` (of one host) rows where that divides the batch.
 

@@ -354,7 +354,7 @@ class ShardUpdates:
     def update_across(
         self, variable: names.DistributedVariable, fn: Callable, args: Any, kwargs: Any
     ) -> None:
-        """Like `update`, for all replicas at once, in cross-replica context."""
+        """Updates like `update`, for all replicas at once, in cross-replica context."""
         targets = []
         for rank in range(len(self._devices)):
             if isinstance(variable, ShardedVariable):

@@ -44,7 +44,7 @@ class ElasticRounds:
             self._exchanges = ResourceVariable(start, trainable=False)
 
     def before_step(self) -> None:
-        """Outside of replicas: sends or receives the state, if due."""
+        """Sends or receives the state, if due, outside of replicas."""
 
         def exchange() -> tf.Tensor:
             variables = self._state()
@@ -72,10 +72,10 @@ class ElasticRounds:
         self._pipeline.hosts.end_fit(exchange)
 
     def note_rows(self, rows: tf.Tensor) -> None:
-        """Before a step, outside of replicas: how many rows this host reads."""
+        """Notes how many rows this host reads; before a step, outside of replicas."""
 
     def note_outcome(self, outcome: tf.Tensor, rank: int) -> None:
-        """Unless it is `MET`, the state is due before the next step."""
+        """Makes the state due before the next step, unless the outcome is `MET`."""
         if rank == 0:
             self._exchanges.assign(tf.not_equal(outcome, MET))
 

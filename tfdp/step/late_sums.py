@@ -261,7 +261,7 @@ class LateUpdates(LocalTraining):
         return None if scale is None else tf.convert_to_tensor(scale)
 
     def apply_in_flight(self) -> None:
-        """Between steps: makes all updates that are left."""
+        """Makes all updates that are left, between steps."""
         self._in_flight.settle()
         while len(self._queue):
             self._apply_oldest()
@@ -293,8 +293,8 @@ class LateUpdates(LocalTraining):
             self.apply_in_flight()
 
     def _before_change(self) -> None:
-        """Before a program assigns to a weight, on all hosts: makes the updates that
-        some hosts may have made."""
+        """Makes, on all hosts, the updates that some hosts may have made; called before
+        a program assigns to a weight."""
         while self.sync.takes_early and len(self._queue):
             self._apply_oldest()
 

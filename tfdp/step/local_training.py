@@ -130,4 +130,4 @@ class LocalTraining(Stage):
             self._elastic.end_fit()
 
     def make_equal(self) -> None:
-        """Between steps, on all hosts: gives all hosts the same weights."""
+        """Gives all hosts the same weights; called between steps, on all hosts."""

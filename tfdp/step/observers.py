@@ -76,7 +76,7 @@ class StepMeter:
 
     @property
     def arrived_seconds(self) -> float | None:
-        """When the last step's batch arrived, in seconds since 1970; None: unknown."""
+        """Arrival of the last step's batch, in seconds since 1970; None: unknown."""
         return float(self._arrived.numpy()) or None
 
     def note(self, rows: Any, given: Any) -> None:

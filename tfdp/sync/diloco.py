@@ -12,7 +12,7 @@ from tfdp.sync.rounds import Sync
 
 @dataclasses.dataclass(frozen=True)
 class DiLoCo(Sync):
-    """After each round of local training, an outer SGD with Nesterov momentum.
+    """Outer SGD with Nesterov momentum after each round of local training.
 
     In round t every group i = 1 .. G of replicas starts from the outer weights w_t and
     makes `every` updates with the wrapped (inner) optimizer, to w_i. Then, with lr the

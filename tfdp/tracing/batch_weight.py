@@ -17,7 +17,7 @@ from tfdp.tracing.run import Step
 
 
 class Kind(enum.Enum):
-    """Instead of the mask or weights that a loss was divided by."""
+    """The kind of a loss that no mask or weights divided."""
 
     SUM = "a sum over the rows"
     PENALTY = "a number that has nothing to do with rows"

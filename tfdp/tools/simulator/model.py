@@ -159,7 +159,7 @@ class Compute:
 
 
 def ready_seconds(model: ModelProfile, compute: Compute) -> list[float]:
-    """When each gradient is ready, from the start of a step without interference.
+    """Seconds until each gradient is ready, in a step without interference.
 
     Backward runs from the last layer to the first, each in proportion to its work.
 

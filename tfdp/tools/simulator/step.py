@@ -48,7 +48,7 @@ class InputRate:
             positive("InputRate", "per_host", self.per_host)
 
     def seconds(self, topology: Topology, samples: int) -> float:
-        """Between two batches, if each replica takes `samples`."""
+        """Seconds between two batches, if each replica takes `samples`."""
         if self.per_host is None:
             return 0.0
         return topology.devices_per_host * samples / self.per_host
