@@ -182,6 +182,22 @@ add("gradients: of two tasks", "warn", with_step(two_tasks), "all_sum")
 # What a step returns.
 
 
+def by_forward_mode(self, data):
+    """The loss has a directional derivative of the outputs."""
+    x, y = data
+    with tf.autodiff.ForwardAccumulator(x, tf.ones_like(x)) as forward:
+        along = forward.jvp(self(x))
+    with tf.GradientTape() as tape:
+        p = self(x, training=True) + 0.1 * tf.stop_gradient(along)
+        loss = self.compute_loss(x, y, p)
+    apply(self, tape, loss)
+    return {"rate": self.optimizer.learning_rate}
+
+
+# TensorFlow makes tensors for it that are gradients with respect to themselves.
+add("gradients: forward mode", "told", with_step(by_forward_mode), "could not follow")
+
+
 def with_norm(total):
     def returned(loss, gradients):
         return {"total": loss, "norm": tf.linalg.global_norm(total(gradients))}

@@ -239,8 +239,13 @@ class ReplicaTokens:
                 self._use(rank)
 
     def _use(self, rank: int) -> None:
+        handle = self._tokens[rank].handle
+        # From graph to graph, as the gradient of a branch cannot capture an eager one.
+        for graph in reversed(names.graphs_inside(None)):
+            if hasattr(graph, "capture"):  # of a function
+                handle = graph.capture(handle)
         with tf.device(self._devices[rank]):
-            tf.raw_ops.VarIsInitializedOp(resource=self._tokens[rank].handle)
+            tf.raw_ops.VarIsInitializedOp(resource=handle)
 
 
 #: The names of their ops.

@@ -126,17 +126,24 @@ class Analysis:
         # With the values stated of an op's outputs once all that it needs is on top.
         todo: list[tuple[_Frame, tf.Operation, list[Statement | None] | None]]
         todo = [(frame, tensor.op, None) for tensor in tensors]
+        waiting: set[tuple[int, str]] = set()
         while todo:
             at, op, stated = todo.pop()
             if at.has(op):
                 continue
             if stated is None:
                 stated = self._stated(at, op)
-                needed = [
-                    (there, tensor.op, None)
-                    for there, tensor in self._needs(at, op, stated)
-                    if not there.has(tensor.op)
-                ]
+                waiting.add((id(at), op.name))
+                needed: list[Any] = []
+                for there, tensor in self._needs(at, op, stated):
+                    if there.has(tensor.op):
+                        continue
+                    if (id(there), tensor.op.name) in waiting:
+                        # What was stated of it leads back to it, as of the tensors of
+                        # a tf.autodiff.ForwardAccumulator.
+                        _give_up(there, tensor.op)
+                    else:
+                        needed.append((there, tensor.op, None))
                 if needed:
                     todo += [(at, op, stated), *needed]
                     continue
@@ -323,6 +330,11 @@ def _told_where_lost(op: tf.Operation, values: list[Value]) -> list[Value]:
         else value
         for value in values
     ]
+
+
+def _give_up(frame: _Frame, op: tf.Operation) -> None:
+    lost = UNKNOWN.but(lost=frozenset({f"{op.type} {op.name}"}))
+    frame.values.setdefault(op.name, [lost] * len(op.outputs))
 
 
 def _of_eager(tensor: Any) -> Value:
