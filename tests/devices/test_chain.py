@@ -383,6 +383,7 @@ def test_sharded_gradients_are_scattered_or_reduced_already():
     updated, stored = (
         object.__new__(kind) for kind in (ShardUpdatedVariable, ShardedVariable)
     )
+    stored.layout = ShardLayout((7,), parts=2)
     variables = [updated, stored, None]
     transport = FakeTransport(2)
 

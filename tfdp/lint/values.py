@@ -473,6 +473,10 @@ def gradient_of(
 ) -> Value:
     """The value of a gradient of the sum of `targets` by `source`, or by a weight with
     this handle."""
+    targets = list(targets)
+    if any(Term.ROWS in v.terms and not v.axes for v in targets):
+        # Of the loss of one row, in a loop over rows: what is made of it is by hand.
+        return joined([*targets, source] if source is not None else targets)
     # A gradient is that of the sum of all entries.
     sums = [
         v.but(terms=v.terms - {Term.ROWS} | {Term.SUM}) if Term.ROWS in v.terms else v
