@@ -78,7 +78,11 @@ def all_rows(x: Any) -> Any:
     """
     _refuse_without_rows("all_rows", x, "for a number use tfdp.losses.all_sum")
     context = _replicas_in_sync("all_rows")
-    return x if context is None else _gathered("all_rows", context, x)
+    if context is None:
+        return x
+    if tf.executing_eagerly() and not _has_rows():  # graphs leave dummy rows out
+        x = tf.nest.map_structure(lambda part: part[:0], x)
+    return _gathered("all_rows", context, x)
 
 
 def all_sum(values: Any) -> Any:
@@ -191,10 +195,7 @@ def own_rows(values: Any, like: Any) -> Any:
         return tf.nest.map_structure(
             lambda value: _known_part(value, rank * size, size), values
         )
-    found = current_run()
-    # In eager mode, dummy rows are gathered as well.
-    is_overridden = found is not None and not tf.executing_eagerly()
-    own = found[0].here.rows.present if is_overridden else True  # type: ignore[index]
+    own = _has_rows()
     rows = tf.shape(like)[0]
     # A dummy row of this replica is not among those of all.
     own_count = rows * tf.cast(own, rows.dtype)
@@ -212,6 +213,12 @@ def own_rows(values: Any, like: Any) -> Any:
         return part
 
     return tf.nest.map_structure(part_of, values)
+
+
+def _has_rows() -> Any:
+    """Whether this replica has rows of its own, and no dummy row; maybe a tensor."""
+    found = current_run()
+    return True if found is None else found[0].here.rows.present
 
 
 def _known_part(value: Any, begin: Any, size: int) -> tf.Tensor:

@@ -51,7 +51,7 @@ class _Bar:
 
 
 class _Lines:
-    """For logs: the first line after LINE_SECONDS."""
+    """Progress lines for logs, the first one after LINE_SECONDS."""
 
     def __init__(self, label: str, total: float):
         self._label, self._total, self._done = label, total, 0.0
@@ -69,4 +69,4 @@ class _Lines:
         print(f"tfdp: {self._label}: {share}", file=sys.stderr, flush=True)
 
     def stop(self) -> None:
-        """Nothing to stop."""
+        """Does nothing; each line is printed at once."""

@@ -169,9 +169,30 @@ class Center(keras.layers.Layer):
         return x - total / count
 
 
+class Attention(keras.layers.Layer):
+    """Each row attends to all rows of the batch."""
+
+    def call(self, x):
+        others = all_rows(x)
+        return ops.matmul(ops.softmax(ops.matmul(x, ops.transpose(others))), others)
+
+
+class CentreIfPositive(keras.layers.Layer):
+    """Exchanges in a branch, which all replicas take together."""
+
+    def call(self, x):
+        total = all_sum(tf.reduce_sum(x, 0))
+        return tf.cond(
+            tf.reduce_sum(total) > -1e3,
+            lambda: x - 0.01 * all_sum(tf.reduce_sum(tf.square(x), 0)),
+            lambda: x,
+        )
+
+
+@pytest.mark.parametrize("layer", [Center, Attention, CentreIfPositive])
 @pytest.mark.parametrize("is_eager", [False, True], ids=["graph", "eager"])
 @pytest.mark.parametrize("samples", [48, 37], ids=lambda n: f"{n} rows")
-def test_a_layer_that_sums_over_replicas_is_one_devices(samples, is_eager):
+def test_a_layer_of_all_rows_is_one_devices(samples, is_eager, layer):
     """Keras calls the layer outside of replicas too, to infer its shapes. Of 37 rows in
     batches of 12 one is left: two of three replicas have none."""
     x, y = classification_data(samples=samples)
@@ -179,7 +200,7 @@ def test_a_layer_that_sums_over_replicas_is_one_devices(samples, is_eager):
     for strategy in (tf.distribute.get_strategy(), make_strategy(3)):
         with strategy.scope():
             keras.utils.set_random_seed(3)
-            layers = [keras.layers.Dense(7, "tanh"), Center(), keras.layers.Dense(5)]
+            layers = [keras.layers.Dense(7, "tanh"), layer(), keras.layers.Dense(5)]
             models.append(keras.Sequential([keras.Input((12,)), *layers]))
             loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
             models[-1].compile("sgd", loss, jit_compile=False, run_eagerly=is_eager)

@@ -288,6 +288,15 @@ def test_where_it_must_not_act_it_is_refused(more, message):
         fitted(tuned(), **more)
 
 
+def test_a_sync_that_has_no_effect_on_one_host_is_not_counted():
+    sync = tfdp.sync.LocalSGD(every=4)
+    with tfdp.auto_strategy().scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        optimizer = tfdp.DistributedOptimizer(keras.optimizers.SGD(0.1), sync=sync)
+        model.compile(optimizer, "mse", jit_compile=False)
+    assert module.why_refused(model) is None
+
+
 def test_with_compression_it_is_refused():
     strategy = tfdp.DataParallelStrategy(
         ["CPU:0", "CPU:1"],

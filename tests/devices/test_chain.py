@@ -44,6 +44,7 @@ from tfdp.exchange.elastic_pipeline import ElasticPipeline
 from tfdp.exchange.peers import PeerGroup
 from tfdp.hosts.elastic_group import LEFT_OUT, MET
 from tfdp.hosts.host_link import Exchange, TransferSeconds
+from tfdp.plan.shards import ShardLayout
 from tfdp.sharding.variables import ShardedVariable, ShardUpdatedVariable
 from tfdp.step.backup_rounds import BackupRounds
 from tfdp.tracing.rows import Batch
@@ -383,6 +384,7 @@ def test_sharded_gradients_are_scattered_or_reduced_already():
     updated, stored = (
         object.__new__(kind) for kind in (ShardUpdatedVariable, ShardedVariable)
     )
+    stored.layout = ShardLayout((7,), parts=2)
     variables = [updated, stored, None]
     transport = FakeTransport(2)
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import tfdp
 from tests.support.fresh_python import run_python
 from tests.support.parity import make_strategy
 from tfdp.errors import ConfigurationError
@@ -316,7 +317,7 @@ def test_a_model_whose_call_takes_no_batch_is_checked_and_planned(load):
     assert planned.parts["weights"] == 13 * 4
 
 
-def test_a_sync_between_hosts_is_refused_by_check_and_left_out_by_plan(load):
+def test_a_sync_between_hosts_is_left_out_by_check_and_by_plan(load):
     loaded = load("""
         with tfdp.auto_strategy(cpu_devices=2).scope():
             model = new_model()
@@ -331,6 +332,10 @@ def test_a_sync_between_hosts_is_refused_by_check_and_left_out_by_plan(load):
     batch = (np.zeros((4, 2), "float32"), np.zeros(4, "int64"))
     planned = plan(loaded.build, batch, replicas=2)
     assert [note for note in planned.notes if "sync has no effect on one host" in note]
+    strategy = tfdp.auto_strategy()
+    report = check_parity(loaded.build, loaded.data, strategy, steps=2)
+    assert report.ok, str(report)
+    assert "sync has no effect on one host" in str(report)
     with pytest.raises(ConfigurationError, match="Check the model without sync"):
         check_parity(loaded.build, loaded.data, make_strategy(2), steps=1)
 

@@ -250,6 +250,26 @@ def test_dropout_is_switched_off_and_noted():
     assert "dropped" in report.notes[0] and "dropped" in str(report)
 
 
+def augmented():
+    layers = [
+        keras.Input((4, 4, 1)),
+        keras.layers.RandomFlip(name="flips"),
+        keras.layers.RandomRotation(0.2),
+        keras.layers.Flatten(),
+        keras.layers.Dense(1),
+    ]
+    model = keras.Sequential(layers)
+    model.compile("sgd", "mse", jit_compile=False)
+    return model
+
+
+def test_augmentation_is_switched_off_and_noted():
+    x = np.random.default_rng(0).normal(size=(8, 4, 4, 1)).astype("float32")
+    report = check_parity(augmented, (x, x[:, 0, 0]), make_strategy(2), steps=1)
+    assert report.ok, str(report)
+    assert "flips, random_rotation" in report.notes[0]
+
+
 class DrawsOutsideKeras(keras.layers.Layer):
     def call(self, x):
         return x * tf.random.uniform(tf.shape(x))

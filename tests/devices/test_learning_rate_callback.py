@@ -15,7 +15,7 @@ from tfdp.optimizers import LARS
 from tfdp.schedules import LinearWarmup
 
 STEPS, EPOCHS = 6, 2
-# 0, 0.1, ... 1.2 and on: the mean over an epoch is far from its last value.
+# 0, 0.1, ... 1.1 and on: the mean over an epoch is far from its last value.
 SCHEDULE_SLOPE = 0.1
 
 
@@ -56,14 +56,14 @@ class Recorder(keras.callbacks.Callback):
         self.epochs.append(logs["learning_rate"])
 
 
-def test_batches_and_epochs_get_the_current_rate():
+def test_batches_and_epochs_get_the_rate_of_their_last_step():
     recorder = Recorder()
     history = fit(make_model(), [LearningRateLogger(), recorder])
-    steps = np.arange(1, STEPS * EPOCHS + 1)
+    steps = np.arange(STEPS * EPOCHS)
     # One product and one sum in float32.
     np.testing.assert_allclose(recorder.batches, SCHEDULE_SLOPE * steps, rtol=1e-6)
-    np.testing.assert_allclose(recorder.epochs, [0.6, 1.2], rtol=1e-6)
-    np.testing.assert_allclose(history.history["learning_rate"], [0.6, 1.2], rtol=1e-6)
+    np.testing.assert_allclose(recorder.epochs, [0.5, 1.1], rtol=1e-6)
+    np.testing.assert_allclose(history.history["learning_rate"], [0.5, 1.1], rtol=1e-6)
     assert all(type(value) is float for value in recorder.batches + recorder.epochs)
 
 
@@ -71,7 +71,7 @@ def test_steps_per_execution_gives_the_rate_after_each_execution():
     recorder = Recorder()
     model = make_model(steps_per_execution=3)
     fit(model, [LearningRateLogger(), recorder])
-    np.testing.assert_allclose(recorder.batches, [0.3, 0.6, 0.9, 1.2], rtol=1e-6)
+    np.testing.assert_allclose(recorder.batches, [0.2, 0.5, 0.8, 1.1], rtol=1e-6)
 
 
 def shown_rates(output):
@@ -86,19 +86,19 @@ def test_the_progress_bar_shows_the_rate_and_not_its_mean(capsys, validation_spl
     rates = shown_rates(capsys.readouterr().out)
     # The bar redraws at most every 0.05 s, so which batches it shows depends on speed,
     # but what it shows is a rate of the schedule, and the last of an epoch is the last.
-    schedule = SCHEDULE_SLOPE * np.arange(1, EPOCHS * steps + 1)
+    schedule = SCHEDULE_SLOPE * np.arange(EPOCHS * steps)
     assert len(rates) >= EPOCHS
     for rate in rates:
         # Four decimals are shown.
         assert np.abs(schedule - rate).min() <= 0.5e-4
     assert rates == sorted(rates)
-    assert rates[-1] == pytest.approx(SCHEDULE_SLOPE * EPOCHS * steps, abs=0.5e-4)
+    assert rates[-1] == pytest.approx(SCHEDULE_SLOPE * (EPOCHS * steps - 1), abs=0.5e-4)
 
 
 def test_one_line_per_epoch_shows_the_rate_at_its_end(capsys):
     fit(make_model(), [LearningRateLogger()], verbose=2)
     rates = shown_rates(capsys.readouterr().out)
-    assert rates == pytest.approx([0.6, 1.2], abs=0.5e-4)
+    assert rates == pytest.approx([0.5, 1.1], abs=0.5e-4)
 
 
 def test_without_the_callback_nothing_is_shown(capsys):
@@ -124,12 +124,13 @@ def test_tensorboard_writes_the_rate_of_every_batch_and_epoch(tmp_path):
     tensorboard = keras.callbacks.TensorBoard(tmp_path, update_freq="batch")
     fit(make_model(), [LearningRateLogger(), tensorboard])
     batches = read_scalars(tmp_path / "train", "batch_learning_rate")
-    steps = np.arange(1, STEPS * EPOCHS + 1)
-    assert [step for step, _ in batches] == list(steps)
+    steps = np.arange(STEPS * EPOCHS)
+    assert [step for step, _ in batches] == list(steps + 1)
     np.testing.assert_allclose(
         [value for _, value in batches], SCHEDULE_SLOPE * steps, rtol=1e-6
     )
     epochs = read_scalars(tmp_path / "train", "epoch_learning_rate")
+    # Keras' callback replaces the value of an epoch by the rate of the next step.
     np.testing.assert_allclose(epochs, [(0, 0.6), (1, 1.2)], rtol=1e-6)
 
 
@@ -156,6 +157,14 @@ def test_a_multi_optimizer_gives_one_rate_each(wrapped):
     np.testing.assert_allclose(history["learning_rate_others"], 0.02, rtol=1e-6)
 
 
+def test_with_accumulation_it_is_the_rate_of_the_micro_step():
+    optimizer = keras.optimizers.SGD(make_schedule(), gradient_accumulation_steps=2)
+    recorder = Recorder()
+    fit(make_model(optimizer), [LearningRateLogger(), recorder])
+    steps = np.arange(STEPS * EPOCHS)
+    np.testing.assert_allclose(recorder.batches, SCHEDULE_SLOPE * steps, rtol=1e-6)
+
+
 def test_a_changed_rate_is_seen_at_once():
     halve = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
     recorder = Recorder()
@@ -168,7 +177,7 @@ def test_under_a_strategy():
     with stock_strategy().scope():
         model = make_model()
     history = fit(model, [LearningRateLogger()])
-    np.testing.assert_allclose(history.history["learning_rate"], [0.6, 1.2], rtol=1e-6)
+    np.testing.assert_allclose(history.history["learning_rate"], [0.5, 1.1], rtol=1e-6)
 
 
 def test_a_model_without_an_optimizer_is_refused():
@@ -224,5 +233,5 @@ def test_of_a_model_with_optimizers_of_its_own_each_has_a_rate(replicas):
         "learning_rate_other_optimizer",
     }
     np.testing.assert_allclose(history["learning_rate_one_optimizer"], [0.01] * EPOCHS)
-    ends = SCHEDULE_SLOPE * STEPS * np.arange(1, EPOCHS + 1)
+    ends = SCHEDULE_SLOPE * (STEPS * np.arange(1, EPOCHS + 1) - 1)
     np.testing.assert_allclose(history["learning_rate_other_optimizer"], ends)

@@ -441,3 +441,12 @@ SYNC = tfdp.sync.LocalSGD(every=2, across="replicas")
 def test_what_cannot_act_is_refused(make, guard, words):
     with pytest.raises(ConfigurationError, match=words):
         fit(make(), good_data(), guard())
+
+
+def test_a_sync_that_has_no_effect_on_one_host_is_not_counted():
+    sync = tfdp.sync.LocalSGD(every=2)
+    model = compiled(tfdp.auto_strategy(), distributed(sync=sync))
+    assert not model.optimizer.built
+    guard = NaNGuard("rollback")
+    guard.set_model(model)
+    guard.on_train_begin()

@@ -172,6 +172,12 @@ def test_is_a_mirrored_strategy():
     assert tfdp.auto_strategy().engine_name == "in_process"
 
 
+def test_one_host_is_worker_0_of_1():
+    strategy = make_strategy(2)
+    assert (strategy.cluster.rank, strategy.cluster.workers) == (0, 1)
+    assert strategy.is_chief
+
+
 def test_strategies_alike_and_unlike_live_in_one_process():
     """Stock strategies share collective keys; the second one poisons the process."""
     reference, _ = train(None)

@@ -162,6 +162,19 @@ def test_everybody_but_a_training_step_sees_the_outer_weights(tmp_path):
     np.testing.assert_allclose(exported.serve(x[:3]), predicted[:3], rtol=1e-5)
 
 
+@pytest.mark.worth_seconds(3)
+@pytest.mark.parametrize("sync", [SYNCS["local"], SYNCS["diloco"]])
+def test_a_fit_that_ends_within_a_round_says_what_is_not_averaged(sync, capsys):
+    model = compiled(make_strategy(2), sync)
+    x, y = regression_data(48)
+    model.fit(x, y, batch_size=12, verbose=0)
+    told = capsys.readouterr().err
+    assert f"within a round of {type(sync).__name__}" in told
+    assert "lack the last 1 updates" in told and "after 0 + k * 3 updates" in told
+    model.fit(x[:24], y[:24], batch_size=12, verbose=0)
+    assert "within a round" not in capsys.readouterr().err
+
+
 def normalized_model():
     keras.utils.set_random_seed(3)
     return keras.Sequential(

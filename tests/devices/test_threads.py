@@ -136,7 +136,7 @@ def test_a_thread_that_never_gets_its_turn_says_who_has_it(monkeypatch):
 
 def test_a_second_thread_is_refused_where_hosts_train_together():
     class OfTwoHosts(tfdp.DataParallelStrategy):
-        _hosts_of_batch = 2
+        cluster = tfdp.Cluster(workers=2, rank=0, coordinator=None)
 
     def run_under(strategy):
         tf.function(lambda: strategy.run(lambda: tf.constant(1.0)))()

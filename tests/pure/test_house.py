@@ -25,6 +25,11 @@ MOST_LINES_OF_A_SCRIPT = 600
 # Ten layers with two or three files in each. The longest: `plan` on top of a strategy
 # of several hosts, down to the private names.
 MOST_FILES_IN_A_CHAIN = 19
+# A docstring begins with a verb or a noun: what it does, or what it is.
+HEADLESS = set(
+    "After As At Before Between By Called For From In Instead Into Its Of On Outside "
+    "Over That Then Those Unless What When Where While Whose With Within".split()
+)
 
 
 def first_line(room):
@@ -42,7 +47,7 @@ def test_the_table_holds_each_room_with_its_layer_and_its_first_line():
 
 def test_the_files_in_no_room_are_named():
     loose = {path.name for path in PACKAGE.glob("*.py")}
-    text = PAGE[PAGE.index("In no room") : PAGE.index("## Three walks")]
+    text = PAGE[PAGE.index("Files outside any room") : PAGE.index("## Three walks")]
     assert set(re.findall(r"tfdp/(\w+\.py)", text)) == loose
     assert len(loose) <= 10
 
@@ -97,6 +102,18 @@ def test_a_file_holds_one_idea(module):
     assert lines <= MOST_LINES
     long = [name for name, count in functions(module.tree) if count > MOST_CODE_LINES]
     assert long == []
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.name)
+def test_docstrings_begin_with_what_they_name(module):
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    nodes = [node for node in ast.walk(module.tree) if isinstance(node, documented)]
+    lines = [(ast.get_docstring(node) or "").partition("\n")[0] for node in nodes]
+    assert [line for line in lines if is_headless(line)] == []
+
+
+def is_headless(line):
+    return line.partition(" ")[0].strip(",;:.") in HEADLESS
 
 
 def test_the_interface_of_transports_is_small():

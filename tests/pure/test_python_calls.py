@@ -3,8 +3,12 @@
 import subprocess
 import sys
 import threading
+import traceback
+
+import pytest
 
 from tests.support.package_source import REPOSITORY
+from tfdp.errors import WorkerLostError
 from tfdp.hosts.python_calls import PythonCalls
 
 SECONDS = 60.0
@@ -38,6 +42,23 @@ def test_calls_are_waited_for_and_errors_end_them():
     assert calls.wait_for_end(SECONDS)
     thread.join()
     assert caught == ["own error"]
+
+
+def test_an_error_of_tfdp_has_no_frames_and_causes_of_ours():
+    def receive():
+        raise ConnectionError("closed")
+
+    @PythonCalls().counted
+    def call():
+        try:
+            receive()
+        except ConnectionError as error:
+            raise WorkerLostError("worker 1 has ended") from error
+
+    with pytest.raises(WorkerLostError, match="worker 1 has ended") as raised:
+        call()
+    told = "".join(traceback.format_exception(raised.value))
+    assert "ConnectionError" not in told and "receive" not in told
 
 
 # A thread of a library reads in Python, and what is to be dropped waits for it: as

@@ -14,6 +14,7 @@ from tests.support.lint_programs import (
     rows_and_labels,
     summed,
 )
+from tfdp.losses import local_mean
 
 
 def with_step(step, loss=cross_entropy, data=rows_and_labels, **methods):
@@ -180,6 +181,50 @@ add("gradients: of two tasks", "warn", with_step(two_tasks), "all_sum")
 
 
 # What a step returns.
+
+
+def by_forward_mode(self, data):
+    """The loss has a directional derivative of the outputs."""
+    x, y = data
+    with tf.autodiff.ForwardAccumulator(x, tf.ones_like(x)) as forward:
+        along = forward.jvp(self(x))
+    with tf.GradientTape() as tape:
+        p = self(x, training=True) + 0.1 * tf.stop_gradient(along)
+        loss = self.compute_loss(x, y, p)
+    apply(self, tape, loss)
+    return {"rate": self.optimizer.learning_rate}
+
+
+# TensorFlow makes tensors for it that are gradients with respect to themselves.
+add("gradients: forward mode", "told", with_step(by_forward_mode), "could not follow")
+
+
+def of_each_row(scaled):
+    """Gradients of each row's loss in a loop, as private training clips them; then
+    their mean."""
+
+    def step(self, data):
+        weights = self.trainable_variables
+
+        def of_one(row):
+            with tf.GradientTape() as tape:
+                logits = self(row[0][None])
+                loss = tf.nn.sparse_softmax_cross_entropy_with_logits(
+                    row[1][None], logits
+                )[0]
+            return tape.gradient(loss, weights)
+
+        shapes = [tf.TensorSpec(weight.shape) for weight in weights]
+        found = tf.map_fn(of_one, tuple(data), fn_output_signature=shapes)
+        means = [scaled(tf.reduce_mean(one, axis=0)) for one in found]
+        self.optimizer.apply(means, weights)
+        return {"rate": self.optimizer.learning_rate}
+
+    return with_step(step)
+
+
+add("gradients: of each row", "warn", of_each_row(lambda one: one), "local_mean")
+add("gradients: of each row, fixed", "exact", of_each_row(local_mean), replicas=(2, 3))
 
 
 def with_norm(total):

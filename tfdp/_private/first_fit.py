@@ -45,7 +45,7 @@ def running_a_script(
     apply: Callable[[], None],
     before_save: Callable[[], None],
 ) -> Iterator[None]:
-    """Within this, a script's strategies, its `fit` and its device settings are others.
+    """Replaces a script's strategies, `fit` and device settings within the context.
 
     Args:
       strategy: the result of each construction of a strategy.

@@ -38,5 +38,5 @@ def keep_own_state(adapter: Any, state: Any) -> None:
 
 
 def own_state_of(adapter: Any) -> Any:
-    """What `keep_own_state` registered, or None."""
+    """The state that `keep_own_state` registered, or None."""
     return _own_states.get(adapter)

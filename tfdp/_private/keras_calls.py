@@ -1,4 +1,4 @@
-"""What Keras is doing in the calling thread, as methods that tfdp replaces note it.
+"""Notes what Keras is doing in the calling thread, in methods that tfdp replaces.
 
 Keras calls the same strategy method, or creates the same kind of variable, for several
 purposes. The replaced methods note their arguments, and call Keras' own.
@@ -38,6 +38,7 @@ class _Calls(threading.local):
 
 
 _calls = _Calls()
+_counted: list[bool] = []
 _watched: weakref.WeakKeyDictionary[Any, Callable[[Any], None]]
 _watched = weakref.WeakKeyDictionary()
 
@@ -72,6 +73,11 @@ def is_counted_by_keras(variable: tf.Variable) -> bool:
     return is_number and added[0].value is variable  # type: ignore[index]
 
 
+def has_counted() -> bool:
+    """Whether Keras ever added to a variable, as each update does to `iterations`."""
+    return bool(_counted)
+
+
 def is_made_for_autocast() -> bool:
     """Whether the variable being created belongs to a Keras variable that autocasts.
 
@@ -95,7 +101,7 @@ def model_to_build() -> Any:
 
 
 def reading_ended() -> contextlib.AbstractContextManager[None]:
-    """Within this, Keras has the batch and builds."""
+    """Notes within the context that Keras has the batch and builds."""
     return _noted(is_reading=False)
 
 
@@ -135,6 +141,7 @@ def _noting_added(sign: int) -> Callable[[Callable[..., Any]], Callable[..., Any
     def replacement(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def add(self: Any, value: Any) -> Any:
+            _counted[:] = [True]
             with _noted(added=(self, value, sign)):
                 return original(self, value)
 

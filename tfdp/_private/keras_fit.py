@@ -162,7 +162,7 @@ class PassesOfData:
 
     @property
     def batches_per_epoch(self) -> int | None:
-        """As far as Keras has determined them."""
+        """Batches per epoch; None until Keras knows."""
         return self._of_keras.num_batches
 
     def place(self, is_epoch_end: bool) -> tuple[int, int]:
@@ -245,11 +245,11 @@ class DrawnOrder:
 
     @property
     def drawn(self) -> int:
-        """The number of passes."""
+        """The number of passes over the data in this process."""
         return max((_drawn.get(keeper, 0) for keeper in self._keepers), default=0)
 
     def is_drawn_by(self, other: Any) -> bool:
-        """Whether a dataset reads one of the objects, too."""
+        """Whether the dataset also reads one of these objects."""
         if not isinstance(other, tf.data.Dataset):
             return False
         return any(stage is k for stage in stages_of(other) for k in self._keepers)

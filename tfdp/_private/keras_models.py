@@ -38,12 +38,12 @@ def layers_within(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
 
 
 def losses_added_in(layer: keras.layers.Layer) -> list[Any]:
-    """What calls of this layer itself gave `add_loss`."""
+    """The losses that calls of this layer itself gave `add_loss`."""
     return layer._losses
 
 
 def seed_generators_of(layer: keras.layers.Layer) -> list[keras.random.SeedGenerator]:
-    """Those of this layer itself."""
+    """The seed generators of this layer itself, not of its sublayers."""
     return layer._seed_generators
 
 
@@ -116,7 +116,7 @@ def build_symbolically(model: keras.Model, **arguments: Any) -> None:
 
 
 def build_as_declared(model: keras.Model, data_batch: Any) -> None:
-    """As `build_symbolically`, for a compiled model that is traced and not trained.
+    """Variant of `build_symbolically` for a compiled model that is traced, not trained.
 
     Keras runs the whole model in a separate graph to learn the inputs of metrics and
     losses. A functional model with built layers declares them.
@@ -166,7 +166,7 @@ def updates_all_variables(model: keras.Model) -> bool:
 
 
 def build_without_optimizer(model: keras.Model, **arguments: Any) -> None:
-    """As `build_symbolically`, but without the compiled optimizer."""
+    """Builds like `build_symbolically`, but without the compiled optimizer."""
     with instance_attributes(model, {"optimizer": None}):
         model._symbolic_build(**arguments)
 

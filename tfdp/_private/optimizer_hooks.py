@@ -49,6 +49,16 @@ def rate_of(optimizer: keras.optimizers.Optimizer) -> float | None:
     return float(keras.ops.convert_to_numpy(optimizer.learning_rate))
 
 
+def last_rate_of(optimizer: keras.optimizers.Optimizer) -> float:
+    """The learning rate of the step before: `learning_rate` is that of the next."""
+    rate = getattr(optimizer, "_learning_rate", None)
+    if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
+        rate = rate(keras.ops.maximum(optimizer._iterations - 1, 0))
+    else:
+        rate = optimizer.learning_rate
+    return float(keras.ops.convert_to_numpy(rate))
+
+
 def rate_variable(optimizer: keras.optimizers.Optimizer) -> Any:
     """The variable that holds the learning rate; None: a schedule, or a callable."""
     rate = getattr(optimizer, "_learning_rate", None)

@@ -74,7 +74,7 @@ def only_called(op: tf.Operation) -> Any:
 
 
 def given_to(inner: Any, inputs: Sequence[T]) -> Sequence[T]:
-    """Those of a call's `inputs` that the function of `inner` receives.
+    """The part of a call's `inputs` that the function of `inner` receives.
 
     The first input of a conditional is its condition.
     """

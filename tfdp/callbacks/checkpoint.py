@@ -433,7 +433,7 @@ class StopSignals:
         signal.raise_signal(number)
 
     def end(self) -> None:
-        """As `close`, and ignores SIGTERM while the program exits.
+        """Does what `close` does, and ignores SIGTERM while the program exits.
 
         Slurm sends one to the other workers as soon as the first has exited; it would
         replace the exit code that requests a restart.

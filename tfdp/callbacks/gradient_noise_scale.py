@@ -13,8 +13,7 @@ from tfdp.chain.norms import NormsOfStep
 from tfdp.checks import is_number
 from tfdp.errors import ConfigurationError
 from tfdp.plan.noise_scale import NoiseAverage, NoiseEstimate, split_norms
-from tfdp.step.find_optimizers import optimizers_of
-from tfdp.step.local_run import optimizers_with_sync
+from tfdp.step.find_optimizers import optimizers_of, optimizers_with_sync
 from tfdp.step.norms_reader import NormsReader
 from tfdp.strategies.gather_from_hosts import refuse_strategy
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 
+from tfdp._private.optimizer_hooks import last_rate_of
 from tfdp.callbacks.other_callbacks import Logs
 from tfdp.errors import ConfigurationError
 
@@ -16,15 +17,16 @@ class LearningRateLogger(keras.callbacks.Callback):
     `keras.callbacks.TensorBoard` then writes `epoch_learning_rate` and, if its
     `update_freq` is not `"epoch"`, `batch_learning_rate`.
 
-    The value is `optimizer.learning_rate` at the end of the batch or epoch, the rate of
-    the next step, as in Keras' TensorBoard callback; it is not averaged. A
+    The value is the rate of the last step, not averaged. (At the end of an epoch Keras'
+    TensorBoard callback itself writes the rate of the next step.) A
     `LossScaleOptimizer` is unwrapped; a `MultiOptimizer` gives one
     `learning_rate_<name>` per optimizer. If the compiled optimizer makes no update and
     the model has others (a GAN), each gives a `learning_rate_<attribute>`, as
     `learning_rate_generator_optimizer`.
 
-    Place it before callbacks that read the value. With `steps_per_execution=N` it comes
-    every N steps. Keras waits for each batch before it starts the next.
+    Place it before callbacks that read the value or change the rate. With
+    `steps_per_execution=N` it comes every N steps. Keras waits for each batch before it
+    starts the next.
 
     Raises:
       ConfigurationError: training starts and the model has no optimizer.
@@ -41,7 +43,7 @@ class LearningRateLogger(keras.callbacks.Callback):
         np.ones((8, 4)), np.ones((8, 1)), batch_size=2, verbose=0,
         callbacks=[tfdp.callbacks.LearningRateLogger()],
     )
-    print(history.history["learning_rate"])  # about [0.1]
+    print(history.history["learning_rate"])  # about [0.075]
     ```
     """
 
@@ -83,15 +85,11 @@ def learning_rates(optimizer: Any, name: str = "learning_rate") -> dict[str, flo
         optimizer = optimizer.inner_optimizer
     if hasattr(optimizer, "optimizers"):
         return {
-            f"{name}_{inner.name}": _as_float(inner.learning_rate)
+            f"{name}_{inner.name}": last_rate_of(inner)
             for inner in optimizer.optimizers
         }
-    return {name: _as_float(optimizer.learning_rate)}
+    return {name: last_rate_of(optimizer)}
 
 
 def _has_updated(optimizer: keras.optimizers.Optimizer) -> bool:
-    return optimizer.built and _as_float(optimizer.iterations) > 0
-
-
-def _as_float(value: Any) -> float:
-    return float(keras.ops.convert_to_numpy(value))
+    return optimizer.built and int(optimizer.iterations.numpy()) > 0

@@ -18,7 +18,11 @@ from tfdp.chain.finite_guard import FiniteGuard
 from tfdp.checks import check_one_of
 from tfdp.errors import ConfigurationError, NotFiniteError, NotFiniteWarning
 from tfdp.sharding.variables import ShardedVariable
-from tfdp.step.find_optimizers import innermost_optimizers, optimizers_of
+from tfdp.step.find_optimizers import (
+    innermost_optimizers,
+    optimizers_of,
+    optimizers_with_sync,
+)
 from tfdp.step.finite_trace import Finding, find_not_finite, weights_not_finite
 from tfdp.step.observers import attach, detach
 from tfdp.strategies.gather_from_hosts import (
@@ -272,7 +276,7 @@ def _check_count(name: str, value: Any, on_nan: str, acts_with: Sequence[str]) -
 
 
 def _is_local_training(model: keras.Model) -> bool:
-    return any(getattr(o, "sync", None) is not None for o in optimizers_of(model))
+    return bool(optimizers_with_sync(optimizers_of(model), model.distribute_strategy))
 
 
 def _check_can_act(model: keras.Model, on_nan: str) -> None:
@@ -299,7 +303,7 @@ def _check_can_act(model: keras.Model, on_nan: str) -> None:
 def describe_findings(
     found: Sequence[Finding], places: Sequence[str], when: str
 ) -> str:
-    """What is not finite, where, and what to do, as text."""
+    """Describes what is not finite, where, and what to do."""
     by_rank: dict[int, list[Finding]] = {}
     for finding in found:
         by_rank.setdefault(finding.rank, []).append(finding)

@@ -169,7 +169,7 @@ def _holdings(
 
 
 def describe_drifts(found: Sequence[Drift], places: Sequence[str], when: str) -> str:
-    """What drifted, where and when, and what to do, as text."""
+    """Describes what drifted, where and when, and what to do."""
     by_replicas: dict[tuple[tuple[int, ...], bool, int], list[str]] = {}
     for drift in found:
         key = (drift.ranks, drift.is_known, drift.holders)

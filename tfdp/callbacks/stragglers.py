@@ -14,8 +14,7 @@ from tfdp.chain.step_times import StepTimes
 from tfdp.checks import check_whole
 from tfdp.errors import ConfigurationError
 from tfdp.plan.stragglers import Scores, SlowWorker
-from tfdp.step.find_optimizers import optimizers_of
-from tfdp.step.local_run import optimizers_with_sync
+from tfdp.step.find_optimizers import optimizers_of, optimizers_with_sync
 from tfdp.step.observers import attach, detach
 from tfdp.strategies.gather_from_hosts import refuse_strategy
 

@@ -294,7 +294,7 @@ class HiddenOptimizers:
         ]
 
     def warn_of_used(self) -> None:
-        """Warns once for each."""
+        """Warns once for each hidden optimizer that this training uses."""
         used = [h for h in self._hidden if int(h[1].iterations.numpy()) != h[2]]
         self._hidden = [hidden for hidden in self._hidden if hidden not in used]
         for name, optimizer, _ in used:
@@ -351,7 +351,7 @@ def _of_model(model: keras.Model) -> Iterator[str]:
 
 
 def place_of_host(restored: Restored, hosts: Hosts) -> Restored:
-    """What was saved at the hosts' own pace, with the step and place of this host."""
+    """Puts the step and place of this host into what hosts saved at their own pace."""
     places: Any = restored.program.get("places")
     if not isinstance(places, list) or not places:
         return restored

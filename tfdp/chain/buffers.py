@@ -38,8 +38,8 @@ class Buffers(Stage):
 
 
 def _stored_in_this_branch(state: list[Any], run: Step, rank: Any) -> list[Any]:
-    """`state` without what each step stores, if only a branch of each k-th step has an
-    update: the state of other steps would be weighted by the rows of the last one."""
+    """Drops buffers that every step writes when only every k-th step updates: their
+    mean must not use the last step's row counts."""
     if not run.synchronizes_at_end:
         return state
     around = graphs_inside(None)
@@ -64,7 +64,7 @@ def weighted_state(state: Sequence[Any], run: Step, rank: Any) -> list[tf.Tensor
 
 
 def addend(value: tf.Tensor, share: tf.Tensor) -> tf.Tensor:
-    """What `value` adds to a mean in which it has this share."""
+    """The addend of `value` to a mean in which it has this share."""
     own = tf.cast(share, value.dtype)
     # Statistics of no sample are NaN, and 0 times NaN is not 0.
     return tf.where(own > 0, value * own, tf.zeros_like(value))

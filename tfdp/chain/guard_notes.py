@@ -41,7 +41,7 @@ class GuardNotes:
         return {id(copy) for copy, _ in self.before}
 
     def take_updated(self) -> None:
-        """Called when another update follows."""
+        """Makes a skipped update also undo the previous one; call before an update."""
         known = self.known()
         for copy, value in self.updated:
             if id(copy) not in known:

@@ -39,7 +39,7 @@ class GradientReducer(Protocol):
 
 @dataclasses.dataclass
 class Reduction:
-    """What one replica gives to a sum over the replicas, and what it gets back.
+    """The values that one replica gives to a sum over the replicas, and gets back.
 
     Args:
       gradients: the replica's parts; after the exchange the sums. The exchange leaves
@@ -74,8 +74,8 @@ class Reduction:
         return own
 
     def will_store(self, copies: Sequence[tf.Variable]) -> None:
-        """Called before a stage stores into `copies`: a `FiniteGuard` restores them if
-        the step is skipped."""
+        """Lets a `FiniteGuard` restore `copies` if the step is skipped; call before a
+        stage stores into them."""
         guard = self.run.guard
         if guard is not None and guard.is_about(self.variables):
             before = [(copy, copy.read_value()) for copy in copies]
@@ -90,7 +90,7 @@ class Stage:
     is_guard = False
 
     def forget_fit(self) -> None:
-        """Called for a stage that a callback attached, when its `fit` has failed."""
+        """Forgets a failed `fit`; of stages that a callback attached."""
 
     def is_about(self, variables: Sequence[Any]) -> bool:
         """Whether a stage that a callback attached belongs to the optimizer of these:
@@ -98,14 +98,14 @@ class Stage:
         return True
 
     def begin_step(self, rows: Any, batch: Sequence[tf.Tensor]) -> None:
-        """Called once for a stage that a callback attached, in the graph around the
-        replicas: with this process's rows (None: unknown), and tensors of its batch."""
+        """Begins a step of a stage that a callback attached, once, around the replicas:
+        with this process's rows (None: unknown), and tensors of its batch."""
 
     def before(self, reduction: Reduction) -> None:
-        """Called with the replica's own gradients."""
+        """Processes the replica's own gradients, before they are summed."""
 
     def after(self, reduction: Reduction) -> None:
-        """Called with the sums, after the stages behind this one."""
+        """Processes the sums, after the stages behind this one."""
 
     def around(self, reduction: Reduction, update: Callable[[], Any]) -> None:
         """Makes the update from the sums, which calls the stages behind this one.

@@ -1,4 +1,4 @@
-"""The stages and the reducer of a reduction: those of features that this run has.
+"""Chooses the stages and the reducer that this step needs.
 
 A stage's file is imported, and runs, only where its feature is used: a plain `fit`
 loads none.
@@ -92,7 +92,7 @@ def chain_of(reduction: Reduction) -> list[Stage]:
 
 
 def reducer_for(run: Step, optimizer: Optimizer) -> GradientReducer:
-    """What sums for all replicas."""
+    """The reducer that sums for all replicas; refuses steps of local training."""
     if run.is_local:
         raise ConfigurationError(
             f"The optimizer {optimizer.name!r} has no sync=..., and another one of "

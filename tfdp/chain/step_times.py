@@ -1,4 +1,4 @@
-"""Where each worker's time went in a step, carried to all workers by the next step."""
+"""Measures where each worker's time goes; the next step carries it to all workers."""
 
 from __future__ import annotations
 

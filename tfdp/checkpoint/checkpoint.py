@@ -57,7 +57,7 @@ _note_numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Restored:
-    """What was restored.
+    """The result of restoring a checkpoint.
 
     Args:
       step: training steps before the checkpoint.

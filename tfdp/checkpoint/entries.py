@@ -36,7 +36,7 @@ from tfdp.variables.own_values import OfRanks, OwnSums
 
 @dataclass(frozen=True)
 class Rows:
-    """Per-replica values."""
+    """One variable's values of all replicas."""
 
     all: np.ndarray  # [replicas, ...], of all hosts, by rank
     own: np.ndarray | None  # [local replicas, ...] if the replicas are the same
@@ -47,7 +47,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Entry:
-    """One value of a training."""
+    """One value of a training, as checkpoints read and restore it."""
 
     path: str  # for messages
     kind: str  # "whole", "shards" or "ranks"; see `manifest.KINDS`

@@ -263,7 +263,7 @@ def _merge_checkpoint(
 
 @contextlib.contextmanager
 def _written(target: Path) -> Iterator[Path]:
-    """As `replaced`; a disk error becomes a `ConfigurationError` with the name."""
+    """Wraps `replaced`; a disk error becomes a `ConfigurationError` with the name."""
     try:
         with replaced(target) as half_written:
             yield half_written

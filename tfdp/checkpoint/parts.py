@@ -178,7 +178,7 @@ def _strategy_of(model: keras.Model) -> Any:
 
 
 def _places(model: keras.Model, folder: Path, local: int, parts: int) -> dict[str, Any]:
-    """By place in the file: the whole shape, and the elements of each part.
+    """Shape and part lengths of each sharded variable, by its place in the file.
 
     Only Keras determines where it stores a variable: so we save the model once more
     with a mark instead of each.

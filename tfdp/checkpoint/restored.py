@@ -48,7 +48,7 @@ def open_parts(folder: Place, manifest: Manifest) -> Iterator[list[ArrayFile]]:
 
 
 def identity(write: str, number: int, parts: int) -> dict[str, object]:
-    """Identifies a part."""
+    """The identity of a part: its write, its number and the number of parts."""
     return {"write": write, "part": number, "parts": parts}
 
 

@@ -189,7 +189,7 @@ class Writer:
     def _finish(
         self, save: _Save, content: Content, notes: Mapping[int, str]
     ) -> dict[str, str]:
-        """On worker 0: completes the checkpoint; returns the outcome for all."""
+        """Completes the checkpoint on worker 0; returns the outcome for all."""
         failed = ""
         try:
             parts = [parse_json(notes[rank]) for rank in range(save.hosts.count)]

@@ -135,7 +135,7 @@ QUOTED_CHARACTERS = 300  # the longest quote of a variable in a message
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """What one launcher states of a `Cluster`; None where it states nothing."""
+    """One launcher's statements about a `Cluster`; None where it states nothing."""
 
     source: str
     found: Mapping[str, str]  # the variables that were read, for messages

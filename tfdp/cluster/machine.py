@@ -87,7 +87,7 @@ def _processor_name() -> str:
 
 
 def resident_bytes() -> int:
-    """Resident memory."""
+    """The resident memory of this process."""
     return _status_bytes("VmRSS")[0]
 
 

@@ -65,7 +65,7 @@ class Progress:
 
 
 class _Notes:
-    """The notes of a process."""
+    """The progress notes of this process."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

@@ -46,7 +46,7 @@ class Blockwise(Method):
     @property
     @abc.abstractmethod
     def elements_of_block(self) -> int:
-        """The numbers in a block."""
+        """The number of elements in a block."""
 
     @abc.abstractmethod
     def encode_rows(self, rows: tf.Tensor) -> tf.Tensor:

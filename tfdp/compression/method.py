@@ -39,7 +39,7 @@ class Peers(Protocol):
         """All peers' int32 tensors: [size, ...]."""
 
     def gather_ahead(self, words: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """As `gather`; and a tensor that exists once `words` are in flight."""
+        """Gathers like `gather`; also gives a tensor that exists once words travel."""
 
     def all_to_all(self, rows: tf.Tensor) -> tf.Tensor:
         """Sends row i of int32 [size, ...] to peer i; the rows for this one."""

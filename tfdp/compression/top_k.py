@@ -130,7 +130,7 @@ class TopK(Method):
         )
 
     def message_bytes(self, shapes: Sequence[Sequence[int]]) -> int:
-        """Bytes after the warm-up."""
+        """Bytes of a message after the warm-up."""
         return sum(8 * count_of(self.ratio, math.prod(shape)) for shape in shapes)
 
     def _places(self, numbers: tf.Tensor, step: tf.Tensor) -> tf.Tensor:

@@ -35,7 +35,7 @@ class Framing:
 
 
 class FramingFault(Exception):
-    """Where a file stops being a sequence of records, after `record` whole ones.
+    """A file stops being a sequence of records, after `record` whole ones.
 
     `is_claim`: a length with a sound checksum exceeds the file, as in a cut file.
     TensorFlow must not be given that.

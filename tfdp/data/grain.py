@@ -147,7 +147,7 @@ def has_own_shard(adapter: Any, link: HostLink) -> bool:
 
 
 def is_own_shard(adapter: Any, rank: int, hosts: int) -> bool:
-    """As `has_own_shard`, from this host's loader only."""
+    """Whether this host's loader reads its own shard; asks no other host."""
     source = grain_input_of(adapter)
     return source is not None and is_shard_of(*shards_of(source), rank, hosts)
 

@@ -32,7 +32,7 @@ def open_share(
     input_context: tf.distribute.InputContext | None,
     deterministic: bool,
 ) -> HostShare:
-    """What this host reads of a set, after checking all arguments of the reader."""
+    """The part of a set that this host reads; checks all arguments of the reader."""
     check_batching(global_batch_size, seed, variable_length, shuffle_buffer_examples)
     check_whole("cycle_length", cycle_length, 1, MOST)
     index = find_index(source)
@@ -76,7 +76,7 @@ def mixed(dataset: tf.data.Dataset, most_at_a_time: int, seed: int) -> tf.data.D
 
 @dataclasses.dataclass(frozen=True)
 class HostShare:
-    """What one host reads: of its files, the records numbered `host` modulo `hosts`."""
+    """One host's records: of its files, those numbered `host` modulo `hosts`."""
 
     index: RecordIndex  # of the files that it opens
     hosts: int

@@ -39,7 +39,7 @@ def batches_of(examples: int, batch_size: int, drop_remainder: bool) -> int:
 
 
 def count_batches(examples: int, global_batch_size: int, drop_remainder: bool) -> int:
-    """As `batches_of`; a `ConfigurationError` if there is none."""
+    """The number of batches (`batches_of`); a `ConfigurationError` if it is 0."""
     batches = batches_of(examples, global_batch_size, drop_remainder)
     if batches == 0:
         if not examples:

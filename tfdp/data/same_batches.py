@@ -185,7 +185,7 @@ class _Comparison:
     def look(
         self, iterator: np.ndarray, count: np.ndarray, is_batch: Any, checksum: bytes
     ) -> np.int64:
-        """Called for first batches and ends; for every batch if the length is unknown.
+        """Compares first batches and ends, and every batch if the length is unknown.
 
         Takes and returns the iterator's number, negative for a new one. `count` batches
         came before; `checksum` may be "".
@@ -245,7 +245,7 @@ class _Comparison:
         )
 
     def _note_ends(self, place: int, notes: Mapping[int, str]) -> None:
-        """Called from the link's thread when another host reaches its end."""
+        """Compares the ends that hosts have reached; runs in the link's thread."""
         others = {r: int(note) for r, note in notes.items() if r != self._link.rank}
         with self._lock:
             self._ends[place] = others
@@ -387,7 +387,7 @@ class BatchRecord:
 
 
 def first_differences(everybody: Sequence[Reported]) -> dict[int, tuple[int, int]]:
-    """By rank: iterator and number of the first batch that differs from rank 0's."""
+    """The iterator and number of each rank's first batch that differs from rank 0's."""
     found = {}
     for rank, theirs in enumerate(everybody):
         for iterator in sorted(set(theirs) & set(everybody[0])):
@@ -405,7 +405,7 @@ def first_differences(everybody: Sequence[Reported]) -> dict[int, tuple[int, int
 
 
 def common_ends(everybody: Sequence[Reported]) -> dict[int, int]:
-    """By iterator: up to which number all hosts have reported their batches."""
+    """The number up to which all hosts have reported their batches, by iterator."""
     iterators = set.intersection(*map(set, everybody))
     return {
         iterator: min(t[iterator][0] + len(t[iterator][1]) for t in everybody)

@@ -49,7 +49,7 @@ def _read_error(records: tf.data.Dataset, after_records: int) -> str | None:
 
 
 def describe_fault(path: Place, file: RecordFile, compression: str = "") -> str | None:
-    """What differs from the index, with the record's number; None: nothing."""
+    """Describes the first difference from the index, with its record; None: nothing."""
     damage, digest = _damage(path, file, compression)
     return damage or _describe_stranger(path, file, digest)
 

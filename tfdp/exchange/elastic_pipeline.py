@@ -81,15 +81,15 @@ class ElasticPipeline(Reducer):
         return means, outcome
 
     def begin_quorum(self, rules: QuorumRules, values: Tensors) -> None:
-        """While a graph is built: what `meet_quorum` will exchange, and how."""
+        """Sets, while a graph is built, what `meet_quorum` will exchange, and how."""
         like = [np.zeros(v.shape, v.dtype.as_numpy_dtype) for v in values]
         self.hosts.begin_quorum(rules, like)
 
     def meet_quorum(
         self, update: tf.Tensor, weight: tf.Tensor, values: Tensors, rank: int
     ) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """As `meet`, for a quorum; see `ElasticHosts.meet_quorum`, whose two numbers
-        are one int32 tensor."""
+        """Averages over a quorum in a step; see `ElasticHosts.meet_quorum`, whose two
+        numbers are one int32 tensor."""
 
         def meet(
             update: np.ndarray, weight: np.ndarray, *arrays: np.ndarray
@@ -110,7 +110,7 @@ class ElasticPipeline(Reducer):
         specs: Sequence[tf.TensorSpec],
         rank: int,
     ) -> list[tf.Tensor]:
-        """What `function` returns to the first replica, on all replicas."""
+        """Calls `function` on the first replica; all replicas return its results."""
         results: list[Any] = list(specs)
         if rank == 0:
             results = self._calls.call(function, values, specs)

@@ -61,7 +61,7 @@ class AsyncExchange:
         specs: Sequence[tf.TensorSpec],
         rank: int,
     ) -> list[tf.Tensor]:
-        """What `function` returns on the first replica of this host, on all of them.
+        """Calls `function` on this host's first replica; all of them get the results.
 
         `function` gets the first replica's `numbers`, and this host's sums of
         gradients, clipped: of slices the values, each index once, and the indices.
@@ -92,8 +92,8 @@ class AsyncExchange:
         return inner.broadcast(results, rank)
 
     def decide(self, number: Decide, after: tf.Tensor, rank: int) -> tf.Tensor:
-        """What `number` returns when `after` exists, called on the first replica: an
-        int32, equal on all replicas of this host."""
+        """Calls `number` on the first replica when `after` exists; returns its int32,
+        equal on all replicas of this host."""
         decided = tf.zeros([], tf.int32)
         if not rank:
             decided = self._outer.call(_number(number), [after], [NUMBER])[0]
@@ -115,12 +115,12 @@ class AsyncExchange:
         return self._inner.broadcast(sums, rank)
 
     def close(self) -> None:
-        """Waits for exchanges that other hosts wait for, too."""
+        """Waits for exchanges still in flight, so that no other host hangs."""
         self.sums.close()
 
 
 class SumsAtOnce:
-    """As `AsyncExchange`, for simulated hosts: sums are complete when they begin.
+    """An `AsyncExchange` of simulated hosts: sums are complete when they begin.
 
     `reducer` sums over all replicas of this process.
     """

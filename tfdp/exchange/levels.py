@@ -80,7 +80,7 @@ class Levels(Transport):
             yield
 
     def close(self) -> None:
-        """Called before the link is closed: waits for exchanges in flight."""
+        """Waits for exchanges in flight; call before the link is closed."""
         self.late.close()
         self.outer.close()
 

@@ -52,7 +52,7 @@ class LinkCalls:
         self._begun = AsyncExchanges()
 
     def close(self) -> None:
-        """Waits for exchanges that other hosts wait for, too."""
+        """Waits for exchanges still in flight, so that no other host hangs."""
         self._begun.close()
 
     def call(

@@ -160,7 +160,7 @@ _local = threading.local()
 
 @contextlib.contextmanager
 def exchanges_of(name: str) -> Iterator[None]:
-    """Within the context, replicas match exchanges by `name`, not by their order.
+    """Makes replicas match exchanges by `name` within the context, not by their order.
 
     The name is the same on all replicas; several exchanges of one name are counted. "":
     by order.
@@ -194,7 +194,7 @@ class ReplicaTokens:
         self._received: list[tf.Operation] = []
 
     def begin_run(self) -> None:
-        """Called before the replicas of a `strategy.run` are traced in this graph."""
+        """Prepares for the replicas of a `strategy.run`, traced next in this graph."""
         self._run_graph = tf.compat.v1.get_default_graph()
         self._touched, self._received = {}, []
 
@@ -232,5 +232,10 @@ class ReplicaTokens:
                 self._use(rank)
 
     def _use(self, rank: int) -> None:
+        handle = self._tokens[rank].handle
+        # From graph to graph, as the gradient of a branch cannot capture an eager one.
+        for graph in reversed(names.graphs_inside(None)):
+            if hasattr(graph, "capture"):  # of a function
+                handle = graph.capture(handle)
         with tf.device(self._devices[rank]):
-            tf.raw_ops.VarIsInitializedOp(resource=self._tokens[rank].handle)
+            tf.raw_ops.VarIsInitializedOp(resource=handle)

@@ -175,7 +175,7 @@ class LargeSums:
         self._watch.close()
 
     def begin_run(self) -> None:
-        """Called before the replicas of a `strategy.run` are traced."""
+        """Prepares for the replicas of a `strategy.run`, which are traced next."""
         # A step may have several runs, in separate graphs: places go on within a step,
         # but restart with each step, because hosts may trace different numbers of them.
         before, step = self._step(), names.outermost_function_graph()

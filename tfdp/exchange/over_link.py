@@ -53,7 +53,7 @@ class OverLink(Transport):
         self._calls.end_run()
 
     def close(self) -> None:
-        """Called before the link is closed."""
+        """Waits for exchanges in flight; call before the link is closed."""
         self._calls.close()
 
     def call(

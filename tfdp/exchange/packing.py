@@ -208,7 +208,7 @@ def _widths(layouts: Layouts) -> list[int]:
 
 
 def _owned_part(shards: Tensors, layouts: Layouts) -> tf.Tensor:
-    """What one part has of the tensors with owners: flat, padded to the longest."""
+    """One part's shards of the tensors with owners: flat, padded to the longest."""
     flat = tf.concat([tf.reshape(shard, [-1]) for shard in shards], axis=0)
     return tf.pad(flat, [[0, _longest(layouts) - flat.shape[0]]])
 

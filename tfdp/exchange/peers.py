@@ -34,7 +34,7 @@ class PeerGroup:
         return self.inner is None or rank % self.inner.replicas == 0
 
     def collect(self, tensors: Tensors, rank: int) -> list[tf.Tensor]:
-        """At a peer, the sums over the replicas of its host."""
+        """The sums over the replicas of a host, at its peer."""
         return list(tensors if self.inner is None else self.inner.reduce(tensors, rank))
 
     def distribute(self, tensors: Tensors, rank: int) -> list[tf.Tensor]:

@@ -63,7 +63,7 @@ class Reducer:
         return self.transport.host_groups
 
     def broadcast(self, value: Any, rank: Any) -> tf.Tensor:
-        """Replica 0's value."""
+        """The value of replica 0, on all replicas."""
         if self.transport.replicas == 1:
             return value
         own = [tf.convert_to_tensor(value)]

@@ -115,7 +115,7 @@ def _bytes_at_run_time(
 # too, gets one small op that counts its runs, and unknown sizes an op that adds them.
 @dataclasses.dataclass
 class _GraphCount:
-    """What one replica sends in one graph, and how often that graph has run."""
+    """Bytes that one replica sends in one graph, and how often that graph has run."""
 
     graph: tf.Graph  # kept alive, so that its id stays unique
     runs: tf.Variable
@@ -142,7 +142,7 @@ class TrafficMeter:
         self._steps: dict[int, _GraphCount] = {}
 
     def begin(self) -> None:
-        """Called before the replicas of one `strategy.run` are traced in this graph."""
+        """Prepares to count in this graph, in which replicas are traced next."""
         graph = tf.compat.v1.get_default_graph()
         if id(graph) not in self._steps:
             self._steps[id(graph)] = _count_in(graph)

@@ -95,7 +95,7 @@ class Transport(abc.ABC):
 
     @contextlib.contextmanager
     def run(self) -> Iterator[None]:
-        """Within the context the replicas of one `strategy.run` are traced."""
+        """Prepares for the replicas of a `strategy.run`, traced within the context."""
         self.order.begin_run()
         self.traffic.begin()
         yield

@@ -19,7 +19,7 @@ MOST_LINKS = 40  # the limit of symbolic links that Linux follows
 
 
 def check_output_paths(places: Mapping[str, str | None]) -> None:
-    """As `check_output_path` for each option's path; also rejects a shared path."""
+    """Checks each option's path (`check_output_path`); also rejects a shared path."""
     taken: dict[str, str] = {}
     for option, path in places.items():
         check_output_path(option, path)

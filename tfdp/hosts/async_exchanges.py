@@ -119,7 +119,7 @@ class AsyncSums:
         return None if begun is None else begun.result()
 
     def look(self, ticket: Hashable) -> list[np.ndarray] | None:
-        """As `take`, but leaves them in place."""
+        """Returns what `take` does, but leaves the sums in place."""
         with self._lock:
             begun = self._sums.get(ticket)
         return None if begun is None else begun.result()

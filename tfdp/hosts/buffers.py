@@ -26,7 +26,7 @@ class BufferPool:
         self._lock = threading.Lock()
 
     def take(self, size_bytes: int) -> np.ndarray:
-        """At least `size_bytes` of aligned uint8 memory, not initialized."""
+        """Returns at least `size_bytes` of aligned uint8 memory, not initialized."""
         with self._lock:
             free = []
             for buffer in self._buffers:

@@ -99,7 +99,7 @@ class CheckedReceiver(Receiver):
         self._rest = memoryview(b"")
 
     def fill(self, array: np.ndarray) -> None:
-        """As `Receiver.fill`; raises DamagedBlockError for a damaged block."""
+        """Fills `array` like `Receiver.fill`; raises DamagedBlockError for damage."""
         view = as_bytes(array)
         with self._receiving:
             while view.nbytes:

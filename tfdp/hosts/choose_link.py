@@ -57,7 +57,7 @@ def make_link(cluster: Cluster, communication: Communication) -> HostLink:
 
 
 def warn_without_key(cluster: Cluster) -> None:
-    """On worker 0: warns if others can reach the coordinator and no key is set."""
+    """Warns on worker 0 if others can reach the coordinator and no key is set."""
     host, _ = parse_address(cluster.coordinator or "")
     if cluster.rank or is_loopback(host) or cluster.job_key or find_job_key():
         return

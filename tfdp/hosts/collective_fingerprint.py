@@ -35,7 +35,7 @@ NUMBER_OF_NAME = re.compile(r"_\d+(?![0-9A-Za-z])")
 
 @dataclasses.dataclass(frozen=True)
 class Fingerprint:
-    """What one worker contributes to an exchange."""
+    """One worker's part in an exchange, to compare with that of other workers."""
 
     kind: str
     number: int  # of the exchange in its channel, from 1

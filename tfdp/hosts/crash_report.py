@@ -35,7 +35,7 @@ MOST_BYTES = 200_000
 
 @dataclasses.dataclass(frozen=True)
 class CrashReport:
-    """Why a process ended."""
+    """The error that ended a process."""
 
     error: str  # type and message in one line; of TensorFlow's messages the cause
     traceback: str

@@ -217,7 +217,7 @@ class ElasticHosts:
         return means, GIVES if self._to_give else MET
 
     def begin_quorum(self, rules: QuorumRules, like: Arrays) -> None:
-        """Before `meet_quorum`: sets rules and the shapes of arrays; the same again has
+        """Sets the rules of `meet_quorum` and the shapes of arrays; the same again has
         no effect.
 
         Raises:
@@ -241,7 +241,7 @@ class ElasticHosts:
     def meet_quorum(
         self, update: int, weight: float, arrays: Arrays
     ) -> tuple[list[np.ndarray], int, int]:
-        """As `meet`, for a quorum (`tfdp.hosts.elastic_quorum`), weighted by `weight`.
+        """Averages over a quorum (`tfdp.hosts.elastic_quorum`), weighted by `weight`.
 
         Returns the means of the round, and of others that this host missed, stacked;
         the outcome, without any round if it is LEFT_OUT; and how many updates the
@@ -359,7 +359,7 @@ class ElasticHosts:
         wait_for_late_hosts(group, give)
 
     def _look_for_worker_0(self) -> None:
-        """While this host leads without worker 0: looks for a restarted worker 0."""
+        """Looks for a restarted worker 0 while this host leads without it."""
         group = self._group
         while not self._ended.wait(LOOK_SECONDS):
             with group.changed:

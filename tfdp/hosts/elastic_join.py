@@ -287,7 +287,7 @@ def receive_state(
 
 
 def wait_for_beginners(group: Members, say: Say) -> list[Peer]:
-    """On worker 0, before the first step: all other hosts, except those that died."""
+    """Waits on worker 0, before the first step, for all other hosts still alive."""
     peers = []
     for rank in range(1, group.workers):
         try:
@@ -371,7 +371,7 @@ def give_state(
 
 
 def wait_for_late_hosts(group: Members, give: Callable[[], None]) -> None:
-    """At the end of `fit`: waits until each live host has made this host's updates.
+    """Waits at the end of `fit` until each live host has made this host's updates.
 
     Meanwhile `give` gives the state to hosts that join. Ends as soon as another host
     goes on, which gives it then, and after `timeout_seconds` at the latest.

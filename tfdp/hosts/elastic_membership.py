@@ -52,7 +52,7 @@ class AllReduceDoneError(FoundOutError):
 
 @dataclasses.dataclass
 class Members:
-    """What every phase of an all-reduce needs."""
+    """The state and limits that every phase of an all-reduce needs."""
 
     rank: int
     workers: int
@@ -80,7 +80,7 @@ class Members:
         )
 
     def address(self, rank: int) -> tuple[str, int]:
-        """Where that host listens; raises PeerLostError if unknown."""
+        """The address at which that host listens; raises PeerLostError if unknown."""
         if rank == 0:
             return self.coordinator
         with self.changed:
@@ -90,7 +90,7 @@ class Members:
         return found
 
     def query(self, rank: int, kind: str = "ask") -> Answer | None:
-        """That host's reply or None; a ConnectionRefusedError if no process listens."""
+        """The host's reply or None; a ConnectionRefusedError if no process listens."""
         try:
             message = query(self.address(rank), self.secret, self.hello(kind))
             return parse_answer(message, self.workers)
@@ -105,7 +105,7 @@ class Members:
         update: int | None = None,
         also: Callable[[Answer | None], None] = lambda answer: None,
     ) -> FailureDetector:
-        """For a member in the all-reduce after `update`; calls `also` with each reply.
+        """Watches a member in the all-reduce after `update`; `also` gets each reply.
 
         Its `check` raises PeerLostError if the member is dead or silent, LeftOutError
         if the group went on without this host, AllReduceDoneError if it has finished.

@@ -172,7 +172,7 @@ class QuorumRounds:
         return Watched(try_dial(group.address(rank), group.secret, hello), check)
 
     def _read_rounds(self, wire: Watched) -> tuple[list[Round], float]:
-        """The rounds that a host sends, which become this host's, and its agreement."""
+        """Reads the rounds and the agreement of another host and adopts them."""
         message = wire.receive_line()
         raise_if_refused(message)
         if message.get("left_out") is True:
@@ -204,14 +204,14 @@ class QuorumRounds:
         return rounds, float(part)
 
     def joined(self, leader: int) -> None:
-        """Called when this host has the state of `leader`, which leads on."""
+        """Notes that this host has the state of `leader`, which leads on."""
         with self._group.changed:
             self._named_leader = leader
             self._kept.clear()
 
     def admit(self, peer: Peer) -> None:
-        """Called on the leader when a joining host has the state: it may come now. The
-        others learn of it by the next agreement, which may make it the leader."""
+        """Admits a joining host, on the leader, once it has the state: it may come now.
+        The others learn of it by the next agreement, which may make it the leader."""
         with self._group.changed:
             self._named_leader = self.leader
             self._group.admit(peer)
@@ -505,7 +505,7 @@ class QuorumRounds:
         self._group.drop(rank)
 
     def _take_over(self) -> bool:
-        """Before this host decides: takes over what others have decided meanwhile."""
+        """Takes over what others have decided meanwhile, before this host decides."""
         group = self._group
         others = [rank for rank in group.view.members if rank != group.rank]
         answers: dict[int, Answer] = {}

@@ -60,7 +60,7 @@ class PeerLostError(FoundOutError):
 
 @dataclasses.dataclass(frozen=True)
 class ElasticHello:
-    """What a host sends when it connects."""
+    """The message that a host sends when it connects."""
 
     kind: str  # one of KINDS
     rank: int

@@ -1,4 +1,4 @@
-"""What a host of an elastic group knows of the group; pure rules, no sockets.
+"""One host's knowledge of its elastic group; pure rules, no sockets.
 
 Each outer all-reduce has a number, the update after which it happens, and ends with an
 epoch, one more than before, and the ranks of its members. A host that learns of an
@@ -47,7 +47,7 @@ class Answer:
 
 @dataclasses.dataclass
 class View(Answer):
-    """What this host (`rank`) knows of its group."""
+    """The knowledge of this host (`rank`) about its group."""
 
     addresses: dict[int, Address] = dataclasses.field(default_factory=dict)
     _: dataclasses.KW_ONLY
@@ -89,7 +89,7 @@ def parse_answer(message: Mapping[str, Any], workers: int) -> Answer:
 
 
 def parse_place(value: object) -> tuple[int, int]:
-    """Epoch of `fit` and batch."""
+    """Parses the epoch of `fit` and the batch."""
     if not isinstance(value, list) or len(value) != 2:
         raise ValueError("not a place")
     epoch, batch = (checked_integer(number, 0, MOST_COUNT) for number in value)
@@ -97,7 +97,7 @@ def parse_place(value: object) -> tuple[int, int]:
 
 
 def parse_members(value: object, workers: int) -> tuple[int, ...]:
-    """Distinct ranks in order."""
+    """Parses distinct ranks in ascending order."""
     if not isinstance(value, list) or len(value) > workers:
         raise ValueError("not a list of members")
     ranks = [checked_integer(rank, 0, workers - 1) for rank in value]
@@ -107,7 +107,7 @@ def parse_members(value: object, workers: int) -> tuple[int, ...]:
 
 
 def parse_addresses(value: object, workers: int) -> dict[int, Address]:
-    """(host, port) by rank."""
+    """Parses (host, port) by rank."""
     if not isinstance(value, dict) or len(value) > workers:
         raise ValueError("not a table of addresses")
     ranks = [
@@ -117,7 +117,7 @@ def parse_addresses(value: object, workers: int) -> dict[int, Address]:
 
 
 def judge(view: View, answer: Answer, update: int | None = None) -> str:
-    """What the reply of a supposed member means to a host with `view`.
+    """Judges what the reply of a supposed member means to a host with `view`.
 
     `update` is that of the all-reduce that this host is in, if any.
     """

@@ -25,7 +25,7 @@ Packed: TypeAlias = Sequence[Sequence[Sequence[int]]]
 
 
 class Compared:
-    """What all workers must have in common at the start and end of a loop: nothing."""
+    """State that all workers must share at the start and end of a loop: here none."""
 
     #: Whether all must make the same number of steps.
     counts_steps: bool = True
@@ -35,7 +35,7 @@ class Compared:
         return ""
 
     def explain(self, *, is_end: bool) -> None:
-        """Called on all workers when digests differ; raises a TfdpError on all."""
+        """Raises a TfdpError; runs on all workers when digests differ."""
 
 
 NOTHING_TO_COMPARE = Compared()
@@ -145,7 +145,7 @@ class HostLink(abc.ABC):
 
     @abc.abstractmethod
     def gather_memory(self, memory: np.ndarray, label: str) -> list[memoryview]:
-        """As `gather`, of uint8 in a step; reuses memory that nothing refers to."""
+        """Gathers uint8 arrays in a step; reuses memory that nothing refers to."""
 
     @abc.abstractmethod
     def sent_bytes(self, channel: str | None = None) -> int:

@@ -194,7 +194,7 @@ class Membership:
             listener(notes)
 
     def _keep_note(self, rank: int, key: str, note: str) -> None:
-        """On worker 0: stores a note and broadcasts all notes under its key."""
+        """Stores a note on worker 0 and broadcasts all notes under its key."""
         with self._changed:
             self._notes.setdefault(key, {})[rank] = note
             # Sent before threads here can read it: one that has all its notes may

@@ -35,7 +35,7 @@ def read_as(
     rank: int,
     what: str,
 ) -> Read:
-    """What `read` makes of worker `rank`'s bytes, or a CollectiveError about `what`."""
+    """Parses a worker's bytes with `read`; raises a CollectiveError about `what`."""
     try:
         return read(data)
     # Raised by text, JSON and NumPy; by structs; by deep nesting; by missing parts.

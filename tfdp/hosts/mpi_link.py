@@ -145,7 +145,7 @@ class MpiLink(SocketLink):
     def reduce_scatter(
         self, arrays: Arrays, ranges: Ranges, label: str, wire_dtype: str | None = None
     ) -> list[np.ndarray]:
-        """As `HostLink.reduce_scatter`; 16-bit types use the sockets."""
+        """Does `HostLink.reduce_scatter` by MPI; 16-bit types use the sockets."""
         if arrays[0].dtype.char not in MPI_TYPES or wire_dtype is not None:
             return super().reduce_scatter(arrays, ranges, label, wire_dtype)
         arrays = [np.asarray(array, order="C") for array in arrays]

@@ -62,7 +62,7 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Push:
-    """What a host pushes to one owner.
+    """One host's push to one owner.
 
     Args:
       rank: of the host.
@@ -83,7 +83,7 @@ class Owner(Protocol):
     version: int
 
     def apply(self, push: Push) -> None:
-        """Makes one update."""
+        """Updates the owner's part of the weights by a push."""
 
     def weights(self) -> list[np.ndarray]:
         """Copies of the owned parts."""
@@ -223,7 +223,7 @@ class PushLink:
             raise ConnectionAbortedError(self._failure or "closed here")
 
     def begin(self) -> None:
-        """Called on all hosts when the owner has its weights: pushes are accepted."""
+        """Begins to accept pushes, on all hosts when the owner has its weights."""
         # Before others may push.
         everyone = range(self._link.workers)
         self._versions = dict.fromkeys(everyone, self._owner.version)
@@ -312,7 +312,7 @@ class PushLink:
             whole[slice(*layout.bounds(owner))] = part
 
     def _check_of(self, owner: int, began: float) -> Callable[[], None]:
-        """Called in each second of a wait for `owner`."""
+        """Returns the check to call in each second of a wait for `owner`."""
 
         def check() -> None:
             self._check_open()
@@ -417,7 +417,7 @@ class PushLink:
         return Push(rank, version, float(rate), parts) if parts else None
 
     def _checked_counts(self, pairs: Any) -> dict[int, int]:
-        """By place, how many rows come; -1: the whole part."""
+        """Row count of each pushed variable; -1 means the owner's whole part."""
         if not isinstance(pairs, list):
             raise ValueError("not a list of parts")
         counts: dict[int, int] = {}
@@ -506,7 +506,7 @@ class PushLink:
 
 
 def _nothing() -> None:
-    """In the place of what is gone."""
+    """Does nothing, in place of the `close` of an object that is gone."""
 
 
 def _parsed_place(blob: bytes | memoryview) -> tuple[int, str]:

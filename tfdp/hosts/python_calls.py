@@ -18,6 +18,8 @@ from typing import ParamSpec, TypeVar
 
 from absl import logging
 
+from tfdp.errors import TfdpError
+
 # Calls that wait for other workers are woken earlier; the others are short.
 LONGEST_SECONDS = 60.0
 LAST_ERROR = ("last_type", "last_value", "last_traceback", "last_exc")
@@ -42,6 +44,9 @@ class PythonCalls:
                 self._under_way += 1
             try:
                 return function(*arguments, **options)
+            except TfdpError as error:
+                # TensorFlow puts frames and causes into its own message.
+                raise error.with_traceback(None) from None
             finally:
                 with self._changed:
                     self._under_way -= 1

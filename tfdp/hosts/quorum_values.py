@@ -34,7 +34,7 @@ class Round:
 
 @dataclasses.dataclass(eq=False)
 class Contribution:
-    """What a member brought; `is_out`: it follows another leader than this host."""
+    """A member's contribution; `is_out`: it follows another leader than this host."""
 
     update: int
     weight: float

@@ -38,7 +38,7 @@ class End(Protocol):
         """Fills an array with received data."""
 
     def take(self, size_bytes: int) -> bytearray:
-        """The next bytes."""
+        """Returns the next `size_bytes` received bytes."""
 
 
 def gather_rows(rows: np.ndarray, ends: Sequence[End], begun: bool = False) -> None:

@@ -64,7 +64,7 @@ class Ends:
 
 
 def split_evenly(sizes: Sequence[int], parts: int) -> list[list[Block]]:
-    """By part, the ranges (array, start, stop) of evenly split arrays.
+    """Splits arrays evenly: the ranges (array, start, stop) of each part.
 
     >>> split_evenly([5, 3], parts=2)
     [[(0, 0, 4)], [(0, 4, 5), (1, 0, 3)]]
@@ -162,7 +162,7 @@ def _send(arrays: Arrays, blocks: Sequence[Block], ends: Ends) -> None:
 def _add_and_pass(
     inputs: Arrays, outputs: Arrays, parts: Parts, first: int, rounds: int, ends: Ends
 ) -> None:
-    """After part `first` was sent: adds own blocks to received parts, and passes them
+    """Adds own blocks to received parts, after part `first` was sent, and passes them
     on in rounds before `rounds`."""
     members = len(parts)
     for step in range(1, members):
@@ -206,7 +206,7 @@ def round_to(dtype: np.dtype, array: np.ndarray) -> np.ndarray:
 
 
 def part_edges(elements: int, parts: int) -> list[int]:
-    """Where evenly split parts begin; the last entry is the end of the last part."""
+    """The start of each of evenly split parts, and the end of the last part."""
     return [elements * part // parts for part in range(parts + 1)]
 
 

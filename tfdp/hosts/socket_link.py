@@ -311,7 +311,7 @@ class SocketLink(HostLink):
         return self._membership.wait_for_news(0.0)
 
     def look_around(self, missed_seconds: float) -> None:
-        """Called several times per second by the membership thread."""
+        """Looks for waits in vain; the membership thread calls it again and again."""
         self._waits.look()
         # That thread starts before `_loops` is set.
         loops = vars(self).get("_loops")
@@ -319,7 +319,7 @@ class SocketLink(HostLink):
             self._membership.give_up(reason)
 
     def _note_failure(self) -> None:
-        """Called when an exchange has failed or a worker is lost."""
+        """Handles a failed exchange or a lost worker; here nothing."""
 
     def _fail(self) -> None:
         self._note_failure()

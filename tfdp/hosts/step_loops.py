@@ -44,7 +44,7 @@ class _Loop:
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where a worker was when it started or ended a loop."""
+    """A worker's position when it started or ended a loop."""
 
     event: str  # "started epoch 2 of fit (dataset 0)"
     exchanges: dict[str, int]  # by channel, how many the program had begun
@@ -156,7 +156,7 @@ class StepLoops:
         return int(self._open[-1].made().split()[0]) if self._open else 0
 
     def _under_way(self, channels: Sequence[str]) -> dict[str, int]:
-        """By channel, the number of this worker's last exchange."""
+        """The number of this worker's last exchange in each channel."""
         positions, rank = self._membership.positions, self._membership.rank
         return {channel: positions[channel][rank] for channel in channels}
 

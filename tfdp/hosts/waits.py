@@ -15,10 +15,15 @@ from tfdp.hosts.channel import Channel
 from tfdp.hosts.checked_wire import DamagedBlockError
 from tfdp.hosts.collective_fingerprint import CollectiveMismatch, difference
 from tfdp.hosts.crash_report import note_lost_worker
-from tfdp.hosts.membership import Membership
+from tfdp.hosts.membership import END_OF_SCRIPT, Membership
 from tfdp.hosts.worker_names import name_workers
 
 NOTICE_SECONDS = 5.0
+SAME_CALLS = (
+    "every worker must make the same calls, also where only one of them needs the "
+    "result (docs/what-every-worker-must-call.md)"
+)
+FIRST_ERROR = "look at that worker's output for the first error"
 
 
 def log_waiting(rank: int, seconds: float, what: str, missing: Sequence[int]) -> None:
@@ -100,10 +105,10 @@ def log_lost(rank: int, waited_seconds: float, exchange: str, reason: str) -> st
     TensorFlow buries the error of a Python call, or of a collective, in its own.
     """
     note_lost_worker()
+    advice = SAME_CALLS if END_OF_SCRIPT in reason else FIRST_ERROR
     message = (
         f"Worker {rank} waited {waited_seconds:.1f} seconds in {exchange} for the "
-        f"others: {reason}. Training cannot go on without it; look at that worker's "
-        "output for the first error."
+        f"others: {reason}. Training cannot go on without it; {advice}."
     )
     logging.error("tfdp: %s", message)
     return message
@@ -115,7 +120,7 @@ NEWS_SECONDS = 10.0
 
 
 def closed(rank: int, what: str) -> CollectiveError:
-    """For a call that uses, or waits on, this worker's closed link."""
+    """The error of a call that uses, or waits on, this worker's closed link."""
     return CollectiveError(
         f"The connections of worker {rank} were closed (by `close()` of the strategy, "
         f"or at the end of the script) when {what}. Close a strategy after its last "
@@ -126,7 +131,7 @@ def closed(rank: int, what: str) -> CollectiveError:
 def out_of_step(
     membership: Membership, workers: int, found: CollectiveMismatch, note_key: str
 ) -> CollectiveError:
-    """For a fingerprint mismatch; each worker leaves its exchange under `note_key`."""
+    """The error of a fingerprint mismatch; workers exchange notes under `note_key`."""
     other = (membership.rank - 1) % workers
     notes: dict[int, str] = {}
     # The header holds only a digest; the other worker's note has the details. Without
@@ -145,7 +150,7 @@ def out_of_step(
 def damaged(
     rank: int, workers: int, ring: Channel, found: DamagedBlockError
 ) -> CollectiveError:
-    """For a block that was changed in transit; names both ends."""
+    """The error of a block that was changed in transit; names both ends."""
     distance = 1
     for each in ring.neighbours:
         if each.receiver is found.receiver:

@@ -149,7 +149,7 @@ class Sender:
             raise self._failure
 
     def drain(self, until: float) -> None:
-        """Before `close`: waits until `until` for data that `close` would discard."""
+        """Waits, before `close`, until `until` for data that `close` would discard."""
 
     def close(self) -> None:
         with self._queueing:
@@ -167,7 +167,7 @@ class Sender:
                 self._queue.put(None)
 
     def _end(self) -> None:
-        """Called when no more data will be sent."""
+        """Handles the end of sending: no more data will follow; here nothing."""
 
     def _begin(self, view: memoryview) -> None:
         self._send_or_queue(view)

@@ -49,7 +49,7 @@ class Volume:
 
 @dataclasses.dataclass(frozen=True)
 class Resources:
-    """What each pod gets, and at most; 0: nothing is requested, and no limit."""
+    """The resources of each pod, also its limits; 0: neither request nor limit."""
 
     gpus: int = 0
     cpus: int = 0

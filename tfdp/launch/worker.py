@@ -93,7 +93,7 @@ class Worker:
 
     @property
     def crash(self) -> CrashReport | None:
-        """Its crash report, if written before the launcher stopped it."""
+        """The worker's crash report, if written before the launcher stopped it."""
         crash = self._crash
         if crash is None and not self.is_remote:
             crash = self._crash = read_crash_report(self._folder, self.process.pid)
@@ -157,7 +157,7 @@ class Worker:
 
     @property
     def failed_seconds(self) -> float:
-        """When it failed, by the launcher's monotonic clock."""
+        """The time at which it failed, by the launcher's monotonic clock."""
         crash = self.crash
         if crash is None or self.is_remote:
             return self.ended_seconds or time.monotonic()
@@ -170,7 +170,7 @@ class Worker:
 
     @property
     def exit_code(self) -> int:
-        """As in a shell: 128 + the signal's number for a killed process."""
+        """Exit code as in a shell: 128 + the signal's number for a killed process."""
         code = self.process.returncode or 0
         if self.left_early:
             return 1  # 0 would mean success

@@ -35,7 +35,7 @@ def stored_in(layer: keras.layers.Layer) -> list[tuple[keras.Variable, tf.Tensor
 def without_updates(
     stored: Sequence[tuple[keras.Variable, tf.Tensor]],
 ) -> contextlib.AbstractContextManager:
-    """Within this context, Keras variables read as `stored`, and never change."""
+    """Makes Keras variables read as `stored`, and never change, within the context."""
     return _WithoutUpdates(state_mapping=stored)
 
 

@@ -40,7 +40,7 @@ POLICIES = ("each", "whole", "segments")
 
 
 class _Begun(threading.local):
-    """By direction: a graph, and what its blocks were given so far."""
+    """This thread's graph of each direction, and what its blocks were given so far."""
 
     def __init__(self) -> None:
         self.ways: dict[str, Any] = {}
@@ -375,7 +375,7 @@ class _RandomDraws:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Within this context, records every draw."""
+        """Records every draw within the context."""
         self._drawn = []
 
         def recorded(plain: Draw) -> Draw:
@@ -391,7 +391,7 @@ class _RandomDraws:
 
     @contextlib.contextmanager
     def replaying(self) -> Iterator[None]:
-        """Within this context, repeats the recorded draws, in their order."""
+        """Repeats the recorded draws within the context, in their order."""
         left = iter(self._drawn)
         with self._drawing(lambda plain: lambda ordered: next(left)):
             yield
@@ -406,7 +406,7 @@ class _RandomDraws:
 
 
 class _Draws(threading.local):
-    """By generator: how this thread draws."""
+    """This thread's way to draw from each generator."""
 
     def __init__(self) -> None:
         self.draws: dict[int, Draw] = {}

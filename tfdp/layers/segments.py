@@ -110,7 +110,7 @@ class _Segment(keras.layers.Layer):
 
     @property
     def variables(self) -> list[keras.Variable]:
-        """Those of its layers, and those passed to operations directly."""
+        """The variables of its layers, and those passed to operations directly."""
         found = [*super().variables, *self.given_variables]
         return list({id(variable): variable for variable in found}.values())
 
@@ -121,7 +121,7 @@ class _Segment(keras.layers.Layer):
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """Consecutive calls, which take and give symbolic tensors of other runs."""
+    """A run of consecutive layer calls; inputs and outputs are symbolic tensors."""
 
     nodes: tuple[graphs.Node, ...]
     takes: tuple[Any, ...]

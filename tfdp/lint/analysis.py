@@ -112,7 +112,7 @@ class Analysis:
         return frame.values[tensor.op.name][tensor.value_index]
 
     def _stated(self, frame: _Frame, op: tf.Operation) -> list[Statement | None]:
-        """What was stated about an op's outputs."""
+        """The statements about an op's outputs; None for an output without one."""
         stated = registered(frame.graph)
         names = [output.name for output in op.outputs]
         found = [self.sources.get((id(frame.graph), name)) for name in names]
@@ -126,17 +126,24 @@ class Analysis:
         # With the values stated of an op's outputs once all that it needs is on top.
         todo: list[tuple[_Frame, tf.Operation, list[Statement | None] | None]]
         todo = [(frame, tensor.op, None) for tensor in tensors]
+        waiting: set[tuple[int, str]] = set()
         while todo:
             at, op, stated = todo.pop()
             if at.has(op):
                 continue
             if stated is None:
                 stated = self._stated(at, op)
-                needed = [
-                    (there, tensor.op, None)
-                    for there, tensor in self._needs(at, op, stated)
-                    if not there.has(tensor.op)
-                ]
+                waiting.add((id(at), op.name))
+                needed: list[Any] = []
+                for there, tensor in self._needs(at, op, stated):
+                    if there.has(tensor.op):
+                        continue
+                    if (id(there), tensor.op.name) in waiting:
+                        # What was stated of it leads back to it, as of the tensors of
+                        # a tf.autodiff.ForwardAccumulator.
+                        _give_up(there, tensor.op)
+                    else:
+                        needed.append((there, tensor.op, None))
                 if needed:
                     todo += [(at, op, stated), *needed]
                     continue
@@ -219,7 +226,7 @@ class Analysis:
         return _of_eager(outer)
 
     def _calls_of(self, op: tf.Operation) -> list[tf.Tensor]:
-        """What the surrounding graph gives for an argument of a finished function."""
+        """Tensors that the surrounding graph passes for a finished function's input."""
         graph, found = op.graph, []
         outer = getattr(graph, "outer_graph", None)
         if not hasattr(graph, "captures") or outer is None:
@@ -290,7 +297,7 @@ class Analysis:
         return [unknown([value]) for value in values]
 
     def _carried(self, body: Any, place: int, value: Value) -> Value:
-        """Of a loop over rows: what it carries from one row to the next."""
+        """The value that a loop over rows carries from one row to the next."""
         is_changed = outermost_in(body.outputs[place]) is not body.inputs[place]
         if value.is_one_row and is_changed:
             return value.crossed(JOINED, body.outputs[place].op.name)
@@ -307,7 +314,7 @@ class Analysis:
 
 
 def _decided_by(condition: Value, value: Value, op: str) -> Value:
-    """What a branch or a loop makes of rows, if all rows decide how it runs."""
+    """The value after a branch or a loop; crossed if all rows decide how it runs."""
     is_decision = condition.terms & (LOCAL_TERMS - {Term.ROWS})
     if is_decision and value.is_local and not value.of_share:
         return value.crossed(NORMALIZED, op)
@@ -323,6 +330,11 @@ def _told_where_lost(op: tf.Operation, values: list[Value]) -> list[Value]:
         else value
         for value in values
     ]
+
+
+def _give_up(frame: _Frame, op: tf.Operation) -> None:
+    lost = UNKNOWN.but(lost=frozenset({f"{op.type} {op.name}"}))
+    frame.values.setdefault(op.name, [lost] * len(op.outputs))
 
 
 def _of_eager(tensor: Any) -> Value:

@@ -39,23 +39,23 @@ from tfdp.lint.values import (
 
 
 def same(node: Node) -> Value:
-    """The first input."""
+    """Rule for ops that pass their first input on."""
     return node.values[0]
 
 
 def same_each(node: Node) -> list[Value]:
-    """Each input, as an output."""
+    """Rule for ops that pass each input on as an output."""
     return list(node.values[: len(node.op.outputs)])
 
 
 def plus(node: Node) -> Value:
-    """A sum."""
+    """Rule for sums."""
     values = node.spread()
     return unknown(node.values) if values is None else added(values, node.op.name)
 
 
 def product(node: Node) -> Value:
-    """A product of two."""
+    """Rule for products of two values."""
     values = node.spread()
     if values is None:
         return unknown(node.values)
@@ -69,7 +69,7 @@ def product(node: Node) -> Value:
 
 
 def quotient(node: Node) -> Value:
-    """A quotient of two."""
+    """Rule for quotients of two values."""
     values = node.spread()
     if values is None:
         return unknown(node.values)
@@ -350,7 +350,7 @@ def contracted(node: Node, labels: Sequence[str], made: str) -> Value:
 
 
 def matrix_product(node: Node) -> Value:
-    """MatMul."""
+    """MatMul: a product summed over the inner axes."""
     first = "ki" if node.attribute("transpose_a") else "ik"
     second = "jk" if node.attribute("transpose_b") else "kj"
     return contracted(node, [first, second], "ij")

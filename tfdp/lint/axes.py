@@ -48,12 +48,12 @@ def shape_of(node: Node) -> Value:
 
 
 def shapes_of(node: Node) -> list[Value]:
-    """ShapeN: of each."""
+    """ShapeN: the shape of each input."""
     return [shape_of(Node(node.op, [value], node.rows)) for value in node.values]
 
 
 def size_of(node: Node) -> Value:
-    """Size."""
+    """Size: the number of entries."""
     return shape_of(node).but(order=None)
 
 
@@ -97,7 +97,7 @@ def unique(node: Node) -> list[Value]:
 
 
 def rearranged(node: Node) -> Value:
-    """Transpose."""
+    """Transpose: the axes of rows move along."""
     value, order = node.values[0], node.static(1)
     if not value.axes:
         return value
@@ -108,7 +108,7 @@ def rearranged(node: Node) -> Value:
 
 
 def with_axis(node: Node) -> Value:
-    """ExpandDims."""
+    """ExpandDims: later axes of rows move back by one."""
     value, axis, rank = node.values[0], node.static(1), node.rank(0)
     if not value.axes:
         return value
@@ -119,7 +119,7 @@ def with_axis(node: Node) -> Value:
 
 
 def without_axes(node: Node) -> Value:
-    """Squeeze."""
+    """Squeeze: later axes of rows move forward."""
     value, shape = node.values[0], node.shape(0)
     if not value.axes:
         return value
@@ -252,7 +252,7 @@ def unpacked(node: Node) -> list[Value]:
 
 
 def concatenated(node: Node) -> Value:
-    """ConcatV2."""
+    """ConcatV2: values joined along an existing axis."""
     *values, _ = node.values
     axis, rank = node.static(len(values)), node.out.rank
     if not any(v.axes for v in values):
@@ -337,7 +337,7 @@ def numbered(node: Node) -> Value:
 
 
 def positions(node: Node) -> Value:
-    """Where of a mask: the places of the rows that it selects."""
+    """Rule for `Where` applied to a mask: indices of the selected rows."""
     value = node.values[0]
     if not value.axes:
         return unknown(node.values)
@@ -351,7 +351,7 @@ def positions(node: Node) -> Value:
 
 
 def one_hot(node: Node) -> Value:
-    """OneHot."""
+    """OneHot: each entry becomes a vector along a new axis."""
     value, rank = node.values[0], node.rank(0)
     result = applied([value], node.op.name)
     axis = node.attribute("axis")
@@ -361,7 +361,7 @@ def one_hot(node: Node) -> Value:
 
 
 def tiled(node: Node) -> Value:
-    """Tile."""
+    """Tile: rows come again, in a tiled order."""
     value, multiples = node.values[0], node.static(1)
     if not value.axes:
         return value
@@ -392,7 +392,7 @@ def from_blocks(node: Node) -> Value:
 
 
 def broadcast(node: Node) -> Value:
-    """BroadcastTo."""
+    """BroadcastTo: new axes come before those of the rows."""
     value, rank = node.values[0], node.rank(0)
     if not value.axes:
         return value
@@ -402,7 +402,7 @@ def broadcast(node: Node) -> Value:
 
 
 def padded(node: Node) -> Value:
-    """Pad, PadV2, MirrorPad."""
+    """Pad, PadV2, MirrorPad: unknown if rows are added."""
     value, paddings = node.values[0], node.static(1)
     if not value.axes:
         return value
@@ -420,7 +420,7 @@ def diagonal_matrix(node: Node) -> Value:
 
 
 def diagonal(node: Node) -> Value:
-    """Of pairs: each row with itself."""
+    """Rule for the diagonal of pairs of rows: each row with itself."""
     value, rank = node.values[0], node.rank(0)
     if rank is None or (node.op.type == "DiagPart" and rank != 2):
         return unknown([value]) if value.axes else value

@@ -1,4 +1,4 @@
-"""What an op does, by its type."""
+"""Classifies ops by their type."""
 
 from __future__ import annotations
 

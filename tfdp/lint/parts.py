@@ -41,7 +41,7 @@ def _length_of(node: Node, places: Any) -> Value:
 
 
 def sliced(node: Node) -> Value:
-    """StridedSlice."""
+    """StridedSlice: a part of the rows, or of a shape."""
     value, rank = node.values[0], node.rank(0)
     if not value.axes and not value.is_shape:
         return value
@@ -102,7 +102,7 @@ def sliced(node: Node) -> Value:
 
 
 def cut(node: Node) -> Value:
-    """Slice."""
+    """Slice: a part of the rows, or of a shape."""
     value = node.values[0]
     begin, size = node.static(1), node.static(2)
     if value.is_shape:

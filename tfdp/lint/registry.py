@@ -1,4 +1,4 @@
-"""What the core says about tensors, so that the analysis need not infer it.
+"""Registers what the core says about tensors, so that the analysis need not infer it.
 
 Exchanges register their results, loss functions the factors that they scale by, and the
 tape which number a gradient is of. An entry lives as long as its graph.
@@ -77,7 +77,7 @@ def note_stored(variable: tf.Variable, value: tf.Tensor) -> tf.Tensor:
 
 
 def stored_before(read: tf.Operation) -> tf.Tensor | None:
-    """What a replica stored last before it read a variable, in the same graph."""
+    """The tensor that a replica stored last before this read, in the same graph."""
     stored = getattr(read.graph, STORED, {}).get(read.inputs[0].name, ())
     before = [one for one in stored if order_of(one.op) < order_of(read)]
     return before[-1] if before else None
@@ -90,7 +90,7 @@ def register_exchanged(tensors: Any) -> Any:
 
 
 def registered(graph: Any) -> Mapping[str, Statement]:
-    """What was stated about tensors of a graph so far, by their names."""
+    """The statements about tensors of a graph so far, by their names."""
     return getattr(graph, STATEMENTS, None) or {}
 
 

@@ -1,4 +1,4 @@
-"""From the values of an op's inputs to those of its outputs: one rule for each type.
+"""Maps the values of an op's inputs to those of its outputs: one rule for each type.
 
 A rule takes a `Node` and returns a value, or a list with one for each output. An op
 that is not in `RULES` gets `unlisted`, which never causes a warning by itself.
@@ -135,12 +135,12 @@ def with_element(node: Node) -> Value:
 
 
 def popped(node: Node) -> list[Value]:
-    """TensorListPopBack."""
+    """TensorListPopBack: the list, and its last element."""
     return [node.values[0], element(node)]
 
 
 def joined_list(node: Node) -> Value:
-    """TensorListStack."""
+    """TensorListStack: the elements along a new first axis."""
     value = node.values[0]
     return value.but(axes=tuple(axis + 1 for axis in value.axes))
 
@@ -151,7 +151,7 @@ def empty(node: Node) -> Value:
 
 
 def constant(node: Node) -> Value:
-    """Const."""
+    """Const: zero or another constant."""
     number = node.attribute("value")  # not as an array, which takes five times as long
     parts = [part for field, part in number.ListFields() if field.name.endswith("_val")]
     has_other = number.tensor_content.strip(b"\0") or any(map(any, parts))

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 
 class Term(enum.Enum):
-    """What a term of a value is. `n` is the number of this replica's rows."""
+    """The kind of a term of a value. `n` is the number of this replica's rows."""
 
     CONSTANT = "a constant other than 0"
     REPLICATED = "of variables, of other arguments, or of all replicas"
@@ -284,7 +284,7 @@ def times(one: Value, other: Value, op: str, *, divided: bool = False) -> Value:
 
 
 def _with_factor(one: Value, other: Value, factors: Sequence[Value]) -> Term:
-    """What a product with a factor of a loss is."""
+    """The kind of a product with a factor of a loss."""
     factor, *more = factors
     rest = other if factor is one else one
     if len(factor.terms) > 1 or more:
@@ -473,6 +473,10 @@ def gradient_of(
 ) -> Value:
     """The value of a gradient of the sum of `targets` by `source`, or by a weight with
     this handle."""
+    targets = list(targets)
+    if any(Term.ROWS in v.terms and not v.axes for v in targets):
+        # Of the loss of one row, in a loop over rows: what is made of it is by hand.
+        return joined([*targets, source] if source is not None else targets)
     # A gradient is that of the sum of all entries.
     sums = [
         v.but(terms=v.terms - {Term.ROWS} | {Term.SUM}) if Term.ROWS in v.terms else v

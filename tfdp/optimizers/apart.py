@@ -60,7 +60,7 @@ def make_local_training(
     variables: Sequence[Any],
     update: Callable[[list[Any], list[Any]], None],
 ) -> LocalTraining | None:
-    """That of a built optimizer; None without a strategy.
+    """The local training of a built optimizer; None outside a strategy.
 
     `update` makes an update by summed gradients.
     """

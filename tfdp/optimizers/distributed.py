@@ -26,7 +26,7 @@ from tfdp.optimizers.apart import (
     refuse_with_sync,
 )
 from tfdp.step.buffer_synchronization import synchronize_layer_state
-from tfdp.step.local_run import has_no_effect
+from tfdp.step.find_optimizers import has_no_effect
 from tfdp.step.local_training import LocalTraining
 from tfdp.step.local_values import LocalValues
 from tfdp.step.optimizers import build_before_step, refuse_overwritten, takes_reduced
@@ -155,7 +155,7 @@ class DistributedOptimizer(hooks.LossScaleHooks):
                 self._local_values = self._rounds and self._rounds.values.stored
 
     def train_apart(self, layer_state: Sequence[Any], run: Step) -> None:
-        """Called before a local step; `layer_state`: variables without an optimizer."""
+        """Prepares a local step; `layer_state`: variables without an optimizer."""
         if self._rounds is None:
             raise ConfigurationError(
                 f"The optimizer {self.name!r} has sync={self.sync!r} and is not built, "
@@ -172,8 +172,8 @@ class DistributedOptimizer(hooks.LossScaleHooks):
 
     @property
     def staleness_counts(self) -> dict[int, int]:
-        """With `sync=tfdp.sync.Asynchronous()`: by staleness, the number of updates of
-        all owners, from the first `fit` to the last end of an epoch."""
+        """Number of updates by staleness, of all owners, from the first `fit` to the
+        last end of an epoch, with `sync=tfdp.sync.Asynchronous()`."""
         return dict(getattr(self._rounds, "staleness", {}))
 
     def make_equal(self) -> None:
@@ -448,7 +448,7 @@ def _check_place(optimizer: keras.optimizers.Optimizer) -> None:
 
 
 def _weight_to_keep(counted: Any, so_far: tf.Tensor, batches: tf.Tensor) -> tf.Tensor:
-    """What a batch of `counted` rows or tokens adds to the total weight `so_far`."""
+    """The addend of a batch of `counted` rows or tokens to the weight `so_far`."""
     mean = tf.math.divide_no_nan(so_far, tf.cast(batches, so_far.dtype))
     if counted is None:
         return tf.where(so_far == 0, -tf.ones_like(so_far), mean)

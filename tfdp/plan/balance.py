@@ -60,7 +60,7 @@ def shares_by_speed(
 
 
 def parts_of_batch_of(rows: int, hosts: int, replicas: int) -> int:
-    """Into how many equal parts a batch is cut, of which hosts get whole ones.
+    """The number of equal parts of a batch, of which hosts get whole ones.
 
     A part has a multiple of `replicas` (of one host) rows where that divides the batch.
 
@@ -92,7 +92,7 @@ class SpeedBalance:
         self._since = 0
 
     def note(self, seconds: Sequence[float], rows: int) -> bool:
-        """Takes what the hosts needed for a step of `rows` rows; whether shares change.
+        """Records each host's seconds for a step; returns whether the shares change.
 
         A step in which a host was not measured, or had no rows, has a 0 there.
         """

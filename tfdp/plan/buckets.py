@@ -168,7 +168,7 @@ def _with_small_end(
 def predecessors(
     buckets: Sequence[Bucket], *, between_bytes: int
 ) -> tuple[int | None, ...]:
-    """For each bucket, the place of the one to finish before its tensors are computed.
+    """The place, for each bucket, of the one to finish before its tensors are computed.
 
     So few buckets are in memory at any time: the one that is being computed, and those
     after its predecessor, which hold `between_bytes` or little more. None: no wait.

@@ -259,7 +259,7 @@ def without_idle_options(
 def _idle_options(
     communication: Communication, hosts: int
 ) -> dict[str, tuple[tuple[Any, ...], str]]:
-    """By option without effect on `hosts` hosts: the values with effect, and why."""
+    """Options without effect on `hosts` hosts: the values with effect, and why."""
     reasons: dict[str, tuple[tuple[Any, ...], str]] = dict(
         ON_ONE_HOST if hosts == 1 else ON_SEVERAL_HOSTS
     )

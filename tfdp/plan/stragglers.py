@@ -121,7 +121,7 @@ class Scores:
 
 
 def above_others(values: Sequence[float]) -> list[float]:
-    """By how much each of at least two values exceeds the median of the others."""
+    """The excess of each of at least two values over the median of the others."""
     order = sorted(range(len(values)), key=lambda place: values[place])
     middle = (len(values) - 2) // 2, (len(values) - 1) // 2  # places among the others
     found = [0.0] * len(values)

@@ -68,7 +68,7 @@ class Topology:
 
     @property
     def across_host_groups(self) -> tuple[tuple[int, ...], ...]:
-        """For each local rank, its peers on all hosts."""
+        """The peers of each local rank, on all hosts."""
         return tuple(
             tuple(range(local, self.num_replicas, self.devices_per_host))
             for local in range(self.devices_per_host)

@@ -130,8 +130,8 @@ _plain = _Plain()
 
 @contextlib.contextmanager
 def plain_losses() -> Iterator[None]:
-    """Within this, losses of the calling thread's replica are means of its own rows, as
-    on one device: for libraries that combine them."""
+    """Makes losses of the calling thread's replica means of its own rows within the
+    context, as on one device: for libraries that combine them."""
     _plain.is_on = True
     try:
         yield

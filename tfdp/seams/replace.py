@@ -137,7 +137,7 @@ def replace_for_good(
 def class_attribute(
     owner: str, attribute: str, replacement: Callable[[Any], Any]
 ) -> Iterator[None]:
-    """Within this, a method of a class is replaced, for all threads."""
+    """Replaces a method of a class within the context, for all threads."""
     found = owner_of(_row_of(owner, attribute))
     is_own = attribute in vars(found)
     original = getattr(found, attribute)

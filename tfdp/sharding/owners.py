@@ -56,7 +56,7 @@ def definer_of(optimizer: Optimizer, method: str) -> type:
 
 
 def whole_updates(optimizer: Optimizer) -> WholeUpdates | None:
-    """What `optimizer` updates whole; None: nothing."""
+    """The rule for weights that `optimizer` updates whole; None: it updates none."""
     if getattr(optimizer, "needs_whole_matrix", False):
         return OF_USERS
     owner = definer_of(optimizer, "update_step")
@@ -106,7 +106,7 @@ def _build(optimizer: Any, variables: Sequence[Any]) -> None:
 
 
 def owned_by(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
-    """Those of `variables`, in shards, that `optimizer` updates whole."""
+    """The sharded ones of `variables` that `optimizer` updates whole."""
     rule = whole_updates(optimizer)
     if rule is None:
         return []

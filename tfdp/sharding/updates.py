@@ -83,7 +83,7 @@ class ShardUpdates:
         return ShardedVariable if self.stage == 3 else ShardUpdatedVariable
 
     def note_optimizer(self, optimizer: keras.optimizers.Optimizer) -> None:
-        """Called for each optimizer that is made under the strategy."""
+        """Notes an optimizer that is made under the strategy."""
         place_when_built(optimizer)
 
     def layout_of(self, value: Any) -> ShardLayout:
@@ -157,7 +157,7 @@ class ShardUpdates:
 
     @contextlib.contextmanager
     def making(self, layout: ShardLayout) -> Iterator[None]:
-        """Within this, a variable is created as state of an optimizer, by `layout`."""
+        """Makes a variable created within the context optimizer state, by `layout`."""
         self._layout_to_make = layout
         try:
             yield
@@ -272,7 +272,7 @@ class ShardUpdates:
 
     @contextlib.contextmanager
     def updating_on_devices(self) -> Iterator[None]:
-        """Within this context, updates that touch no state stay on the devices."""
+        """Keeps updates that touch no state on the devices within the context."""
         self._updates_on_host = False
         try:
             yield
@@ -353,7 +353,7 @@ class ShardUpdates:
     def update_across(
         self, variable: names.DistributedVariable, fn: Callable, args: Any, kwargs: Any
     ) -> None:
-        """Like `update`, for all replicas at once, in cross-replica context."""
+        """Updates like `update`, for all replicas at once, in cross-replica context."""
         targets = []
         for rank in range(len(self._devices)):
             if isinstance(variable, ShardedVariable):

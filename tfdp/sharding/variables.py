@@ -44,7 +44,7 @@ _local = threading.local()
 
 @contextlib.contextmanager
 def shard_update(rank: Any) -> Iterator[None]:
-    """Within this context, sharded variables read and assign the shard of `rank`."""
+    """Makes sharded variables read and assign `rank`'s shard within the context."""
     before = updating_rank()
     _local.rank = rank
     try:
@@ -60,7 +60,7 @@ def updating_rank() -> Any:
 
 @contextlib.contextmanager
 def read_instead(read: Callable[[Any], tf.Tensor]) -> Iterator[None]:
-    """Within this context, sharded variables read as `read(variable)`."""
+    """Makes sharded variables read as `read(variable)` within the context."""
     _local.read = read
     try:
         yield

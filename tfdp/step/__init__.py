@@ -1,1 +1,1 @@
-"""What a replica does in a step in addition to the model's own computation."""
+"""The parts that tfdp adds to a replica's training step."""

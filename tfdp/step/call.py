@@ -160,9 +160,9 @@ class StepCall:
         optimizers: Sequence[Optimizer],
         made_metrics: Sequence[keras.metrics.Metric],
     ) -> Iterator[NotedResults]:
-        """Within this, `step` is what each replica runs, and methods of Keras' objects
-        are tfdp's; yields the recorded results of metrics, for `reports.reduce_logs`.
-        """
+        """Makes `step` what each replica runs within the context, with tfdp's methods
+        in Keras' objects; yields the recorded results of metrics, for
+        `reports.reduce_logs`."""
         run, noted = self.run, NotedResults()
         in_graph = not (self._is_compiled or tf.executing_eagerly())
         built_before = len(operations()) if in_graph else 0
@@ -207,9 +207,9 @@ class StepCall:
         made_metrics: Sequence[keras.metrics.Metric],
         noted: NotedResults,
     ) -> Iterator[Override]:
-        """What is replaced. Of two for one method the later one runs first, and calls
-        the earlier: a guard checks a loss that is 0 for dummy rows, and all others get
-        the weights that padding sets."""
+        """All overrides of a step. Of two for one method the later one runs first, and
+        calls the earlier: a guard checks a loss that is 0 for dummy rows, and all
+        others get the weights that padding sets."""
         model, run = self.model, self.run
         yield from optimizer_overrides(optimizers, run)
         yield from report_overrides(model, run, made_metrics, noted)

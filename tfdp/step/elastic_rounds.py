@@ -44,7 +44,7 @@ class ElasticRounds:
             self._exchanges = ResourceVariable(start, trainable=False)
 
     def before_step(self) -> None:
-        """Outside of replicas: sends or receives the state, if due."""
+        """Sends or receives the state, if due, outside of replicas."""
 
         def exchange() -> tf.Tensor:
             variables = self._state()
@@ -63,7 +63,7 @@ class ElasticRounds:
             tf.cond(self._exchanges, exchange, lambda: tf.constant(False))
 
     def end_fit(self) -> None:
-        """At the end of `fit`: late hosts take this host's state, or it theirs."""
+        """Ends `fit`: late hosts take this host's state, or it theirs."""
 
         def exchange() -> None:
             self._exchanges.assign(True)
@@ -72,10 +72,10 @@ class ElasticRounds:
         self._pipeline.hosts.end_fit(exchange)
 
     def note_rows(self, rows: tf.Tensor) -> None:
-        """Before a step, outside of replicas: how many rows this host reads."""
+        """Notes how many rows this host reads; before a step, outside of replicas."""
 
     def note_outcome(self, outcome: tf.Tensor, rank: int) -> None:
-        """Unless it is `MET`, the state is due before the next step."""
+        """Makes the state due before the next step, unless the outcome is `MET`."""
         if rank == 0:
             self._exchanges.assign(tf.not_equal(outcome, MET))
 
@@ -86,8 +86,8 @@ class ElasticRounds:
         rank: int,
         move: Callable[[Sequence[tf.Tensor]], tf.Tensor],
     ) -> tf.Tensor:
-        """In a replica, after an update that ends a round: averages `values` over the
-        present hosts and passes the means to `move`, unless this host was left out."""
+        """Averages `values` over the present hosts, in a replica after an update that
+        ends a round, and passes the means to `move`, unless this host was left out."""
         means, outcome = self._pipeline.meet(count, values, rank)
         self.note_outcome(outcome, rank)
         is_in = tf.not_equal(outcome, LEFT_OUT)
@@ -110,7 +110,7 @@ def for_each_round(
 def elastic_rounds(
     sync: Sync, strategy: tf.distribute.Strategy, state: State
 ) -> ElasticRounds | None:
-    """For a strategy with elastic hosts; refuses options that it does not support."""
+    """The rounds of a strategy with elastic hosts; refuses unsupported options."""
     reducer = strategy.extended.reducer
     if not isinstance(reducer, ElasticPipeline):
         return None

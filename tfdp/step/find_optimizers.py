@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import keras
+import tensorflow as tf
 from keras.optimizers import Optimizer
+
+if TYPE_CHECKING:
+    from tfdp.sync.policy import Policy
 
 
 def optimizers_of(model: Any) -> list[Optimizer]:
@@ -27,6 +31,35 @@ def optimizers_of(model: Any) -> list[Optimizer]:
     return list(unique.values())
 
 
+def has_no_effect(sync: Policy, strategy: tf.distribute.Strategy) -> bool:
+    """Whether `sync` is across hosts and `auto_strategy` has found one host, which the
+    first `fit` then reports."""
+    idle_options = getattr(strategy, "idle_options", None)
+    if sync.across != "hosts" or idle_options is None:
+        return False
+    if strategy.extended.reducer.host_groups is not None:
+        return False  # `hierarchy=(2, 2)` simulates hosts
+    idle_options.add("sync", "there are no other hosts to train apart from")
+    return True
+
+
+def optimizers_with_sync(
+    optimizers: Sequence[Optimizer], strategy: tf.distribute.Strategy
+) -> list[Any]:
+    """The optimizers whose `sync` takes effect under `strategy`."""
+    return [
+        optimizer
+        for optimizer in optimizers
+        if _is_policy(getattr(optimizer, "sync", None))
+        and not has_no_effect(optimizer.sync, strategy)
+    ]
+
+
+def _is_policy(sync: Any) -> bool:
+    """Whether it is a value of `tfdp.sync`, which is loaded by programs that use it."""
+    return hasattr(type(sync), "trains_locally")
+
+
 def innermost_optimizers(optimizer: Optimizer) -> list[Optimizer]:
     """The optimizers that reduce and update, inside a loss scaler or a group."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
@@ -43,8 +76,8 @@ def names_of_updates(model: Any) -> list[str]:
 
 
 def make_equal(optimizer: Any) -> None:
-    """Called on all hosts before the state of `optimizer` and its weights is read: late
-    updates (`tfdp.sync.BoundedStaleness`) are made."""
+    """Makes late updates (`tfdp.sync.BoundedStaleness`); call it on all hosts before
+    the state of `optimizer` and its weights is read."""
     of_optimizer = getattr(optimizer, "make_equal", None)
     if of_optimizer is not None:
         of_optimizer()

@@ -51,8 +51,8 @@ class Finding:
 def find_not_finite(
     model: keras.Model, batches: Sequence[Any] | None, first_rank: int
 ) -> list[Finding]:
-    """What is not finite on each replica, in the order of computation: the first layer,
-    and all gradients.
+    """Finds what is not finite on each replica, in the order of computation: the first
+    layer, and all gradients.
 
     Args:
       model: the model of the step.

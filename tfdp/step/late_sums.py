@@ -223,7 +223,7 @@ class LateUpdates(LocalTraining):
 
     @contextlib.contextmanager
     def _at_rates(self, sums: dict[int, tf.Tensor], rank: int) -> Iterator[None]:
-        """Within this, learning rates are those of the step of the gradients."""
+        """Sets learning rates to those of the gradients' step within the context."""
         kept = []
         for place, rate in self._rates.items():
             own = own_copy(rate, rank)
@@ -261,7 +261,7 @@ class LateUpdates(LocalTraining):
         return None if scale is None else tf.convert_to_tensor(scale)
 
     def apply_in_flight(self) -> None:
-        """Between steps: makes all updates that are left."""
+        """Makes all updates that are left, between steps."""
         self._in_flight.settle()
         while len(self._queue):
             self._apply_oldest()
@@ -293,14 +293,14 @@ class LateUpdates(LocalTraining):
             self.apply_in_flight()
 
     def _before_change(self) -> None:
-        """Before a program assigns to a weight, on all hosts: makes the updates that
-        some hosts may have made."""
+        """Makes, on all hosts, the updates that some hosts may have made; called before
+        a program assigns to a weight."""
         while self.sync.takes_early and len(self._queue):
             self._apply_oldest()
 
 
 class _InFlight(tf.Module):
-    """What a checkpoint holds of a queue: the number of sums, and their arrays."""
+    """A queue as a checkpoint holds it: the number of sums, and their arrays."""
 
     def __init__(self, queue: LateQueue, steps: int):
         super().__init__(name="late_sums")

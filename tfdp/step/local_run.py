@@ -10,42 +10,14 @@ import tensorflow as tf
 from keras.optimizers import Optimizer
 
 from tfdp.errors import ConfigurationError
+from tfdp.step.find_optimizers import optimizers_with_sync
 from tfdp.tracing.keras_steps import name_of_step
 from tfdp.tracing.run import Step
 
 if TYPE_CHECKING:
-    from tfdp.sync.policy import Policy
+    pass
 
 Groups = tuple[tuple[int, ...], ...]
-
-
-def has_no_effect(sync: Policy, strategy: tf.distribute.Strategy) -> bool:
-    """Whether `sync` is across hosts and `auto_strategy` has found one host, which the
-    first `fit` then reports."""
-    idle_options = getattr(strategy, "idle_options", None)
-    if sync.across != "hosts" or idle_options is None:
-        return False
-    if strategy.extended.reducer.host_groups is not None:
-        return False  # `hierarchy=(2, 2)` simulates hosts
-    idle_options.add("sync", "there are no other hosts to train apart from")
-    return True
-
-
-def optimizers_with_sync(
-    optimizers: Sequence[Optimizer], strategy: tf.distribute.Strategy
-) -> list[Any]:
-    """Those of `optimizers` with a `sync` that has an effect under `strategy`."""
-    return [
-        optimizer
-        for optimizer in optimizers
-        if _is_policy(getattr(optimizer, "sync", None))
-        and not has_no_effect(optimizer.sync, strategy)
-    ]
-
-
-def _is_policy(sync: Any) -> bool:
-    """Whether it is a value of `tfdp.sync`, which is loaded by programs that use it."""
-    return hasattr(type(sync), "trains_locally")
 
 
 def groups_across(strategy: tf.distribute.Strategy, across: str) -> Groups:

@@ -14,6 +14,7 @@ which is the same on all replicas, decides what an update is:
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -66,6 +67,7 @@ class Rounds(LocalTraining):
         self.sync = sync
         self._weights, self._momenta, self._updates = weights, momenta, updates
         self._replicas = strategy.num_replicas_in_sync
+        self._is_chief = strategy.is_chief
         method = getattr(sync, "compression", None)
         if method is not None:
             self.compressed = self._reducer.compressed_by(method, sync.across)
@@ -253,7 +255,7 @@ class Rounds(LocalTraining):
         return self._move(number, means, count, rank)
 
     def _fragment(self, number: int) -> tuple[list[LocalView], list[LocalView]]:
-        """Its weights; and for the last one, which ends a round, the buffers."""
+        """Weights of a fragment; the last, which ends a round, also has the buffers."""
         weights = [self._weights[place] for place in self._fragments[number]]
         is_last = number == len(self._fragments) - 1
         return weights, self._layer_state if is_last else []
@@ -303,6 +305,19 @@ class Rounds(LocalTraining):
     def have_synchronized(self) -> bool:
         """Whether there were outer weights since the start; outside of replicas."""
         return int(self._updates.numpy()) >= self._first_synchronization
+
+    def end_fit(self) -> None:
+        """See `LocalTraining`; tells of a round that has not ended."""
+        super().end_fit()
+        lacking = self.sync.updates_lacking(int(self._updates.numpy()))
+        if lacking > self._overlap_steps and self._is_chief:
+            first = self.sync.start_step + self._overlap_steps
+            sys.stderr.write(
+                f"tfdp: This fit ended within a round of {type(self.sync).__name__}: "
+                f"evaluate, predict and save lack the last {lacking} updates. The next "
+                f"fit goes on with them. Rounds end after {first} + k * "
+                f"{self.sync.every} updates (docs/local-sgd.md).\n"
+            )
 
     def _count(self, rank: int) -> tf.Tensor:
         return own_copy(self._updates, rank).read_value()

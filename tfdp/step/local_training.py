@@ -70,7 +70,7 @@ class LocalTraining(Stage):
         return list({id(variable): variable for variable in found}.values())
 
     def _make_room_for(self, variable: LocalView) -> None:
-        """Called with each variable that is kept."""
+        """Makes room for a variable that is kept; here nothing."""
 
     def reduced(self, own: Reduction, weight: tf.Tensor | None) -> list[Any]:
         """The gradients of the update that follows.
@@ -119,15 +119,15 @@ class LocalTraining(Stage):
         return True
 
     def begin_epoch(self, model: Any) -> None:
-        """Called before the steps of an epoch of `model`; see `call_at_loops`."""
+        """Begins an epoch of `model`, before its steps; see `call_at_loops`."""
 
     def end_epoch(self) -> None:
-        """Called after the steps of an epoch of any model."""
+        """Ends an epoch of any model, after its steps."""
 
     def end_fit(self) -> None:
-        """Called when a `fit` has made its last step and no error."""
+        """Ends a `fit` that has made its last step without an error."""
         if self._elastic is not None:
             self._elastic.end_fit()
 
     def make_equal(self) -> None:
-        """Between steps, on all hosts: gives all hosts the same weights."""
+        """Gives all hosts the same weights; called between steps, on all hosts."""

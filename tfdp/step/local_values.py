@@ -40,7 +40,7 @@ class LocalValues:
         self.stored.local.append(variable.make_local(self.note_change))
 
     def settle(self) -> None:
-        """Before a step, outside of replicas: restarts if outer values changed."""
+        """Restarts if outer values changed, before a step and outside of replicas."""
         expected = self.stored.mark.read_value()
         for rank, changed in enumerate(self._changed):
 

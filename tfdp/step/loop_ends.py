@@ -18,7 +18,7 @@ _all: list[weakref.ref[LocalTraining]] = []
 
 
 def call_at_loops(training: LocalTraining) -> None:
-    """From now on calls `begin_epoch`, `end_epoch` and `make_equal` of `training`."""
+    """Registers `training`: loops call its `begin_epoch`, `end_epoch`, `make_equal`."""
     _all.append(weakref.ref(training))
     replace_for_good(EPOCH_ITERATOR, "catch_stop_iteration", _at_ends_of_loops)
 

@@ -51,7 +51,7 @@ WEIGHTS_CANCEL = (
 
 
 class ReplicaLosses:
-    """What Keras' loss functions do on one replica of `run`.
+    """Scales the results of Keras' loss functions on one replica of `run`.
 
     Args:
       replicas: the number of replicas of the strategy, on all hosts.
@@ -72,7 +72,7 @@ class ReplicaLosses:
         self._sum_over_replicas = sum_over_replicas
 
     def scaled_mean(self, loss: MeanLoss) -> Any:
-        """The mean times D_r / D."""
+        """This replica's share of the loss: the mean times D_r / D."""
         run, rank = self._run, self._rank
         if self._is_alone:
             _note_own_denominator(run, rank, loss)
@@ -117,7 +117,7 @@ class ReplicaLosses:
         return _product(share, tf.ones([], share.dtype))
 
     def _fraction(self, loss: MeanLoss) -> Any:
-        """D_r / D."""
+        """This replica's part of the denominator, D_r / D."""
         run, rank, trace = self._run, self._rank, self._run.trace(self._rank)
         rows = trace.rows
         if rows.is_padded:
@@ -240,7 +240,7 @@ def _fraction_of_rows(loss: MeanLoss, rows: Rows) -> tf.Tensor:
 
 
 def _weight_denominator(loss: MeanLoss) -> Any:
-    """What a mean over weights or unmasked entries was divided by; None: samples."""
+    """The sum of weights or unmasked entries that divided a mean; None: samples did."""
     if loss.is_by_weights:
         return None if loss.weights is None else tf.reduce_sum(loss.weights)
     if loss.mask is None:
@@ -276,7 +276,7 @@ class OwnLosses(MutableSequence):
 
 
 def added_loss_overrides(model: Any, run: Step) -> Iterator[Override]:
-    """With these, each replica has its own losses of the layers of `model`."""
+    """Overrides that give each replica its own losses of the layers of `model`."""
     if not isinstance(model, keras.Model) or run.replicas == 1:
         return
     for layer in layers_within(model):
@@ -301,7 +301,7 @@ def _add_up(add_up: Any, model: keras.Model, run: Step, loss: Any) -> Any:
 
 
 def reduction_overrides(model: Any, run: Step, step: Any) -> Iterator[Override]:
-    """With these, compiled losses with `reduction="sum"` return shares.
+    """Overrides that make compiled losses with `reduction="sum"` return shares.
 
     Keras does not scale sums. So row losses are multiplied by a recorded factor 1
     before they are summed. `compute_loss` of the model refuses a loss of rows to which

@@ -83,7 +83,7 @@ def warn_if_steps_counted(run: Step, metrics: Iterable[keras.metrics.Metric]) ->
 def _what_is_counted(
     value: Value, own: Any, handles: set[Any], is_added: bool, is_running: bool
 ) -> str | None:
-    """What a variable looks like; None: a sum over rows, or unknown."""
+    """Describes a variable that is no sum over rows; None: it is one, or unknown."""
     reads = dict(value.reads)
     if is_running and own in reads:
         return "a running maximum or minimum"

@@ -64,7 +64,7 @@ class StepMeter:
 
     @property
     def samples(self) -> int | None:
-        """Of all steps so far, in this process; None: unknown for a step."""
+        """Samples of all steps so far, in this process; None: unknown for a step."""
         if not self._is_known:
             return None
         return self._eager_samples + int(self._samples.numpy())
@@ -75,11 +75,11 @@ class StepMeter:
 
     @property
     def arrived_seconds(self) -> float | None:
-        """When the last step's batch arrived, in seconds since 1970; None: unknown."""
+        """Arrival of the last step's batch, in seconds since 1970; None: unknown."""
         return float(self._arrived.numpy()) or None
 
     def note(self, rows: Any, given: Any) -> None:
-        """Called when a step is traced, or made eagerly; `rows` may be unknown
+        """Counts a step when it is traced, or made eagerly; `rows` may be unknown
         (None)."""
         self._is_known = self._is_known and rows is not None
         if tf.executing_eagerly():

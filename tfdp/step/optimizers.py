@@ -73,8 +73,8 @@ class Overridden:
 def optimizer_overrides(
     optimizers: Iterable[Optimizer], run: Step
 ) -> Iterator[Override]:
-    """With these, `optimizers` reduce before they clip, test and update; nested ones (a
-    loss scaler's, a group's) only if they are called directly."""
+    """Overrides that make `optimizers` reduce before they clip, test and update; nested
+    ones (a loss scaler's, a group's) only if they are called directly."""
     known = [Overridden(optimizer, run) for optimizer in optimizers]
     some_defer = not all(facts.reduces_first for facts in known)
     for facts in known:
@@ -120,7 +120,7 @@ def _method_overrides(facts: Overridden, some_defer: bool) -> dict[str, Any]:
 def _apply_gradients(
     facts: Overridden, grads_and_vars: Iterable[tuple[Any, Any]], **more: Any
 ) -> Any:
-    """For a user's own `apply_gradients`; Keras' one just calls `apply`."""
+    """Wraps a user's own `apply_gradients`; Keras' one just calls `apply`."""
     own = type(facts.optimizer).apply_gradients.__get__(facts.optimizer)
     gradients, variables = zip(*grads_and_vars, strict=True)
 
@@ -336,7 +336,7 @@ def _reduce(
 
 @contextlib.contextmanager
 def takes_reduced(optimizer: Optimizer) -> Iterator[None]:
-    """Within this, `optimizer` treats its gradients as reduced already."""
+    """Makes `optimizer` treat its gradients as reduced already within the context."""
     shards, found = shards_of(optimizer), current_run()
     with contextlib.ExitStack() as stack:
         if found is not None:

@@ -70,6 +70,6 @@ def own_source_of(run: Step, rank: int, value: tf.Tensor) -> str | None:
 
 
 def _drawn(run: Step, rank: int, value: tf.Tensor) -> frozenset[str]:
-    """What else may differ by replica: its rank, and the seeds of random numbers."""
+    """Reasons to differ by replica, except rows: its rank, seeds of random numbers."""
     local = run.analysis(rank).value(value).local
     return frozenset(one for one in local if one not in ("rows", "counts"))

@@ -138,7 +138,7 @@ class OwnPace(LocalTraining):
         rows: np.ndarray,
         *arrays: np.ndarray,
     ) -> list[np.ndarray]:
-        """Called in a step, on the first replica's thread."""
+        """Pushes a step's gradients to their owners, on the first replica's thread."""
         self._refuse_outside_of_fit()
         if self.values.were_assigned:
             raise ConfigurationError(
@@ -172,7 +172,7 @@ class OwnPace(LocalTraining):
     # Where hosts meet.
 
     def begin_epoch(self, model: Any) -> None:
-        """On all hosts: owners take their parts of the outer values."""
+        """Makes owners take their parts of the outer values, on all hosts."""
         if not any(one is self._optimizer for one in optimizers_of(model)):
             return
         if self._pushes is None:

@@ -23,7 +23,7 @@ CLIPPING = ("clipnorm", "global_clipnorm", "clipvalue")
 
 
 class OwnedParts:
-    """What host `rank` owns of what `optimizer` updates.
+    """The parts that host `rank` owns of what `optimizer` updates.
 
     Args:
       optimizer: the one that the model is trained by; built, elementwise.

@@ -71,7 +71,7 @@ def quorum_rounds(
     state: State,
     skip: Skip,
 ) -> ElasticRounds:
-    """For a sync with a quorum; `elastic`, as without one, where it is that of all.
+    """The rounds of a sync with a quorum; `elastic` itself if the quorum is all hosts.
 
     `skip`: called in a replica with a number of updates that this host leaves out.
     """

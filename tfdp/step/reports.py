@@ -63,8 +63,8 @@ def report_overrides(
     made_metrics: Sequence[keras.metrics.Metric],
     noted: NotedResults,
 ) -> Iterator[Override]:
-    """With these, means of `model` weight the replicas' numbers by their rows, and
-    `noted` has the results of its metrics."""
+    """Overrides that make means of `model` weight the replicas' numbers by their rows;
+    `noted` gets the results of its metrics."""
     if not isinstance(model, keras.Model) or run.replicas == 1:
         return
     metrics = _metrics_of(model, made_metrics)
@@ -216,7 +216,7 @@ def reduce_logs(
     parts_of: Callable[[Any], Sequence[Any]],
     sum_over_hosts: SumOverHosts | None,
 ) -> Any:
-    """What a step returned on each replica, as one device would have returned it.
+    """Combines what a step returned on each replica into what one device would return.
 
     Args:
       logs: nested per-replica values, in cross-replica context.

@@ -51,7 +51,7 @@ class RowShares(Stage):
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """By host: whole numbers in proportion to which a batch is shared."""
+        """Whole numbers, one per host, in proportion to which a batch is shared."""
         return self._balance.shares
 
     def distributed(self, dataset: tf.data.Dataset, options: Any) -> Any:

@@ -59,7 +59,7 @@ from tfdp.variables.in_shards import is_shard_of_sum
 def dummy_row_overrides(
     step: Any, optimizers: Sequence[Any], run: Step
 ) -> Iterator[Override]:
-    """With these, a model learns nothing from dummy rows: Keras' own `train_step`
+    """Overrides that let a model learn nothing from dummy rows: Keras' own `train_step`
     differentiates the result of `compute_loss`, which is set to 0; for other steps the
     gradients are set to 0 when the optimizer gets them."""
     if not run.has_dummy_rows or not name_of_step(step):
@@ -114,8 +114,8 @@ def _apply(
 
 @contextlib.contextmanager
 def gathering_real_rows(run: Step) -> Iterator[None]:
-    """Within this, `all_gather` of a replica, along the first axis, leaves dummy rows
-    out."""
+    """Makes `all_gather` of a replica, along the first axis, leave dummy rows out
+    within the context."""
     context = tf.distribute.get_replica_context()
     gather = functools.partial(_gather, context, run)
     with instance_attributes(context, {"all_gather": gather}):
@@ -154,7 +154,7 @@ def _real_rows(rows: Rows, value: Any) -> Any:
 def padding_overrides(
     model: Any, run: Step, made_metrics: Sequence[keras.metrics.Metric]
 ) -> Iterator[Override]:
-    """With these, the loss and metrics of `model` exclude padding rows."""
+    """Overrides that exclude padding rows from the loss and metrics of `model`."""
     if not isinstance(model, keras.Model):
         return
 

@@ -76,8 +76,8 @@ def auto_strategy(
       devices_per_host: replicas of each process, at least 1: GPUs, or logical CPUs if
         there is no GPU. None takes all.
       communication: how replicas and hosts exchange tensors; None for the defaults.
-      shard: what each of N replicas holds only 1 / N of, as the stages of ZeRO: "none"
-        (0), "optimizer" (1: its state), "gradients" (2: and gradients), "parameters"
+      shard: which state is split over the replicas (ZeRO stage): "none" (0),
+        "optimizer" (1: its state), "gradients" (2: and gradients), "parameters"
         (3: and weights). Or a `tfdp.Sharding`.
       shard_group: which replicas share the shards: "all" of all hosts, or those of each
         "host", so that every host has all shards and the network traffic is that

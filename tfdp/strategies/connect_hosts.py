@@ -109,7 +109,7 @@ def local_gpus() -> Sequence[Any]:
 
 
 def _shared_gpus(link: HostLink) -> dict[int, str]:
-    """By rank, which GPU a worker shares with an earlier one; same on all hosts."""
+    """Names, by rank, a GPU that an earlier worker uses, too; the same on all hosts."""
     names = gpu_names(os.environ)
     places = [int(gpu.name.rsplit(":", 1)[1]) for gpu in local_gpus()]
     own = [names[place] for place in places if place < len(names)]
@@ -152,7 +152,7 @@ def with_trial(
 
 
 def _reasons(link: HostLink, mine: str, label: str) -> dict[int, str]:
-    """By rank, why a worker cannot; empty if all can."""
+    """Reasons why workers cannot, by rank; empty if all can."""
     blob = mine.encode()[:MOST_REASON_BYTES]
     blobs = link.gather(blob, label, most_bytes=MOST_REASON_BYTES)
     texts = {rank: other.decode("utf-8", "replace") for rank, other in enumerate(blobs)}

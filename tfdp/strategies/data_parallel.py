@@ -46,8 +46,8 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
       devices: names of the devices, one replica each, such as `["GPU:0", "GPU:1"]`;
         None takes all GPUs, or all logical CPUs if there is no GPU.
       communication: how replicas exchange tensors; None for the defaults.
-      shard: what each of N replicas holds only 1 / N of, as the stages of ZeRO: "none"
-        (0), "optimizer" (1: its state), "gradients" (2: and gradients), "parameters"
+      shard: which state is split over the replicas (ZeRO stage): "none" (0),
+        "optimizer" (1: its state), "gradients" (2: and gradients), "parameters"
         (3: and weights). Or a `tfdp.Sharding`.
       shard_min_bytes: variables below this size are not sharded.
       offload: "optimizer": the sharded optimizer state stays in host memory, where the
@@ -183,7 +183,7 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
 
     @property
     def offload(self) -> str:
-        """What the host keeps for the devices: "none" or "optimizer"."""
+        """The state that the host keeps for the devices: "none" or "optimizer"."""
         return self._sharding.offload
 
 

@@ -93,7 +93,7 @@ class _FitAmongHosts:
         watch_loop(self._loop, first, self._goes_on)
 
     def _goes_on(self, epoch: int, batch: int) -> bool:
-        """Called before each step; False ends the training."""
+        """Whether a further step follows; asked before each step."""
         # `fit` has read the initial epoch; Keras would keep it for every later call.
         set_initial_epoch(self._model, self._epoch_of_program)
         if self._hosts.is_over:

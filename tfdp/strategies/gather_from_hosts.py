@@ -26,17 +26,13 @@ def gather_from_hosts(strategy: Any, mine: Any, label: str) -> list[Any]:
 
 def first_rank_of(strategy: Any) -> int:
     """The rank of this process's first replica."""
-    cluster = getattr(strategy, "cluster", None)
-    here = len(strategy.extended.worker_devices)
-    return 0 if cluster is None else cluster.rank * here
+    return int(strategy.cluster.rank * len(strategy.extended.worker_devices))
 
 
 def places_of(strategy: Any) -> list[str]:
     """Names of the replicas of this process with their devices, for messages."""
-    cluster = getattr(strategy, "cluster", None)
-    where = ""
-    if cluster is not None and cluster.workers > 1:
-        where = f" of worker {cluster.rank}"
+    cluster = strategy.cluster
+    where = f" of worker {cluster.rank}" if cluster.workers > 1 else ""
     devices = map(tf.DeviceSpec.from_string, strategy.extended.worker_devices)
     return [
         f"replica {rank} ({device.device_type}:{device.device_index}{where})"

@@ -49,7 +49,7 @@ _unsaid: list[bool] = []
 
 @contextlib.contextmanager
 def without_fit_message() -> Iterator[None]:
-    """Within this context no `fit` prints a message: for comparisons."""
+    """Silences the messages of `fit` within the context: for comparisons."""
     _unsaid.append(True)
     try:
         yield

@@ -313,10 +313,6 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         return 1 if self.elastic_hosts is not None else self.cluster.workers
 
     @property
-    def _hosts_of_batch(self) -> int:
-        return self.cluster.workers
-
-    @property
     def _notes(self) -> tuple[str, ...]:
         return self._connection.notes
 
@@ -330,10 +326,6 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         """Whether the hosts share the model's shards, so that no host has all."""
         is_sharded = bool(self._sharding.stage) and self._group is not None
         return is_sharded and self.shard_group == "all"
-
-    @property
-    def is_chief(self) -> bool:
-        return self.cluster.rank == 0
 
     @property
     def _replicas(self) -> int:
@@ -398,7 +390,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         return self._row_shares.distributed(dataset, options)
 
     def split_batch(self, batch: Any) -> list[Any]:
-        """With `balance`: of a global batch the parts of this host's replicas."""
+        """Splits a global batch into the parts of this host's replicas (`balance`)."""
         if self._row_shares is None:
             raise ConfigurationError("Only with balance='speed' hosts split batches.")
         return self._row_shares.split(batch)
@@ -423,7 +415,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
     def distribute_datasets_from_function(
         self, dataset_fn: Callable, options: Any = None
     ) -> Any:
-        """As in TensorFlow; hosts without data continue with empty batches."""
+        """Does as in TensorFlow; hosts without data continue with empty batches."""
         self._refuse_in_helper()
         if self._row_shares is not None:
             self._row_shares.refuse("here each host reads batches of its own")

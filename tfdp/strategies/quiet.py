@@ -99,7 +99,7 @@ def import_tensorflow_quietly(level: str = "3", without: Sequence[str] = ()) -> 
 
 @contextlib.contextmanager
 def _hidden(names: Sequence[str]) -> Iterator[None]:
-    """Within this context, imports of these modules raise ImportError."""
+    """Makes imports of these modules raise ImportError within the context."""
     hidden = [name for name in names if name not in sys.modules]
     # Python's own mechanism: None as the module.
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]

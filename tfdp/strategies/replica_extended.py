@@ -101,7 +101,7 @@ class ReplicaExtended(LastingInput):
 
     @contextlib.contextmanager
     def building_replicas(self) -> Iterator[None]:
-        """Within the context the replicas of one `strategy.run` are traced."""
+        """Prepares for the replicas of a `strategy.run`, traced within the context."""
         with self.reducer.transport.run():
             yield
 

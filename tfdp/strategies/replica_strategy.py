@@ -23,6 +23,7 @@ from tfdp._private.functions import is_function, traced_as
 from tfdp._private.grain_inputs import grain_input_of
 from tfdp._private.keras_loops import raise_instead
 from tfdp._private.keras_models import take_over_jit
+from tfdp.cluster import Cluster
 from tfdp.data.keras_input import keras_input, with_none
 from tfdp.data.padding import distribute_padded, global_batch_rows, is_of_one_size
 from tfdp.data.split import is_split_by_us, parts, splittable
@@ -63,6 +64,8 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
     compiles_steps = False
     #: Whether short batches are padded; a number is the size of a whole batch.
     pad_batches: bool | int = False
+    #: The workers of this training, and which of them this process is.
+    cluster = Cluster(workers=1, rank=0, coordinator=None)
     #: Options without effect that were left out; None: they are refused.
     idle_options: IdleOptions | None = None
     _sharding = Sharding()
@@ -95,11 +98,6 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         return 1
 
     @property
-    def _hosts_of_batch(self) -> int:
-        """The number of processes that share a batch; some may get no rows of it."""
-        return self.hosts
-
-    @property
     def _engine_in_words(self) -> str:
         raise NotImplementedError
 
@@ -114,7 +112,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
     @property
     def is_chief(self) -> bool:
         """Whether this process writes files."""
-        return True
+        return self.cluster.rank == 0
 
     def barrier(self, label: str = "barrier") -> None:
         """Waits until every host has called it."""
@@ -125,7 +123,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
 
     @property
     def shard(self) -> str:
-        """What is sharded: "none", "optimizer", "gradients" or "parameters"."""
+        """The sharded state: "none", "optimizer", "gradients" or "parameters"."""
         return str(self._sharding.what)
 
     @functools.cached_property
@@ -146,7 +144,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
 
     @property
     def losses_of_replica(self) -> ReplicaLosses:
-        """What scales Keras' losses on the calling replica (`tfdp.seams.losses`)."""
+        """The scaling of Keras' losses on the calling replica (`tfdp.seams.losses`)."""
         from tfdp.step.losses import ReplicaLosses
 
         run, rank = self.extended.current_run, names.current_rank()
@@ -171,7 +169,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         """One step, from its arguments to what one device would return."""
         from tfdp.step.call import StepCall  # with all that only steps need
 
-        self._one_thread.check(self._hosts_of_batch)
+        self._one_thread.check(self.cluster.workers)
         call = StepCall(
             fn,
             args,
@@ -179,7 +177,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
             self.extended.worker_devices,
             is_compiled=self.compiles_steps,
             is_reported=is_reported,
-            hosts=self._hosts_of_batch,
+            hosts=self.cluster.workers,
         )
         self._adopt_and_check(call.model, call.optimizers)
         is_jitted = call.model in self._jit_models
@@ -304,7 +302,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         if self._replicas > 1:
             reader = keras_calls.batch_size_of_caller()[0]
             dataset = splittable(dataset, reader, self._splits_multiples_of())
-        self._one_thread.check(self._hosts_of_batch)
+        self._one_thread.check(self.cluster.workers)
         warn_of_idle_replicas(self, dataset)
         dataset = self._part_of_host(dataset)
         raise_instead(keras_calls.loop_of_caller(), why_not_joined)
@@ -378,7 +376,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
 
     @functools.cached_property
     def _told(self) -> weakref.WeakKeyDictionary[Any, set[str]]:
-        """By the function of a loop: what was warned of."""
+        """Warnings already shown, by loop function."""
         return weakref.WeakKeyDictionary()
 
     def _sum_scalar(self, value: tf.Tensor, rank: Any) -> tf.Tensor:

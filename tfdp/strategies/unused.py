@@ -1,4 +1,4 @@
-"""Prints, at the end of a program, that its strategy was created and never used.
+"""Prints, at the end of a program, that it trained and never used its strategy.
 
 A model made outside the scope trains on one device, without an error.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import sys
 
+from tfdp._private.keras_calls import has_counted
 from tfdp.cluster.helper_process import is_started_by_multiprocessing
 
 _made: list[str] = []
@@ -31,8 +32,9 @@ def note_used() -> None:
 
 
 def _say_if_unused() -> None:
-    # After an error, or in an interactive session, the user needs no message.
-    if _used or hasattr(sys, "last_type") or hasattr(sys, "ps1"):
+    # A program that ended before it trained, with an error, or in an interactive
+    # session needs no message.
+    if _used or not has_counted() or hasattr(sys, "last_type") or hasattr(sys, "ps1"):
         return
     print(
         f"tfdp: {_made[0]} was made and never used, so nothing was trained on its "

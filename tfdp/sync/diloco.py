@@ -12,7 +12,7 @@ from tfdp.sync.rounds import Sync
 
 @dataclasses.dataclass(frozen=True)
 class DiLoCo(Sync):
-    """After each round of local training, an outer SGD with Nesterov momentum.
+    """Outer SGD with Nesterov momentum after each round of local training.
 
     In round t every group i = 1 .. G of replicas starts from the outer weights w_t and
     makes `every` updates with the wrapped (inner) optimizer, to w_i. Then, with lr the
@@ -142,7 +142,7 @@ class DiLoCo(Sync):
 
     @property
     def local_share(self) -> float:
-        """Alpha; see `mixing`."""
+        """The share alpha that a host keeps of its own weights; see `mixing`."""
         if self.mixing is None:
             return 0.5 if self.overlap_steps else 0.0
         return self.mixing

@@ -11,7 +11,7 @@ from tfdp.errors import ConfigurationError
 
 
 class Policy:
-    """What `DistributedOptimizer(sync=...)` takes.
+    """Base of the values that `DistributedOptimizer(sync=...)` takes.
 
     across          which groups of replicas step together: those of one host
                     ("hosts"), or each one by itself ("replicas")
@@ -19,7 +19,7 @@ class Policy:
     trains_locally  whether steps read and update weights of the group
     keeps_local_values  whether checkpoints hold these, too
     has_own_pace    whether hosts may make different numbers of steps
-    is_plain        whether this is training without it
+    is_plain        whether this equals training without `sync`
     """
 
     across: str = "hosts"

@@ -35,6 +35,19 @@ class Sync(Policy):
     def weighs_batches(self) -> bool:
         return self.start_step > 0
 
+    def updates_lacking(self, updates: int) -> int:
+        """How many, the last of `updates`, the outer weights lack.
+
+        >>> from tfdp.sync import DiLoCo
+        >>> [DiLoCo(every=10, start_step=3).updates_lacking(n) for n in (3, 4, 13, 14)]
+        [0, 1, 0, 1]
+        >>> [DiLoCo(10, overlap_steps=2).updates_lacking(n) for n in (1, 11, 12, 21)]
+        [1, 11, 2, 11]
+        """
+        local = max(0, updates - self.start_step)
+        overlap = getattr(self, "overlap_steps", 0)
+        return min(local, (local - overlap) % self.every + overlap)
+
 
 def fragments_of(sizes: Sequence[int], fragments: int) -> tuple[tuple[int, ...], ...]:
     """The variables of each fragment, of about equal bytes.

@@ -16,7 +16,7 @@ from tfdp.tracing.run import Step
 
 
 class Kind(enum.Enum):
-    """Instead of the mask or weights that a loss was divided by."""
+    """The kind of a loss that no mask or weights divided."""
 
     SUM = "a sum over the rows"
     PENALTY = "a number that has nothing to do with rows"
@@ -43,8 +43,8 @@ _BESIDE_SUM = (
 
 
 class Denominator(NamedTuple):
-    """What the mean of one loss was divided by: `total`, None for the number of rows.
-    `of` is the mask or weights that it counts, by identity, or a `Kind`."""
+    """The divisor of one loss's mean: `total`, None for the number of rows. `of` is the
+    mask or weights that it counts, by identity, or a `Kind`."""
 
     total: tf.Tensor | None
     of: Any = None

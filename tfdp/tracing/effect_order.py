@@ -217,8 +217,8 @@ def _leave_behind(last: Ops, handle: Any) -> None:
 
 
 def collectives_of(ops: Ops, replica_of: Replicas) -> Collectives:
-    """Those of `ops`, in the order of building, that take part in exchanges: an op
-    waits for ops of other replicas, which is no edge of the graph.
+    """The members of `ops`, in the order of building, that take part in exchanges: an
+    op waits for ops of other replicas, which is no edge of the graph.
 
     A called function or a conditional takes part in all exchanges within it. If it is
     called twice, the first call of one replica pairs with the first of another.

@@ -1,4 +1,4 @@
-"""What a run does with the analysis of losses: decisions, refusals and findings."""
+"""Decides, refuses and reports by the analysis of a run's losses."""
 
 from __future__ import annotations
 
@@ -356,7 +356,7 @@ def is_scaled_by_hand(run: Step, loss: Value) -> bool:
 
 
 def _why_it_may_be_local(run: Step, model: Any, step: Any) -> str | None:
-    """Where the analysis knows nothing of a loss: what is compiled."""
+    """The reason why an unanalysed loss may be the local batch's; None: no reason."""
     if name_of_step(step) != "train_step":
         return None
     own = "its {} is its own and no Keras loss took a mean in it"

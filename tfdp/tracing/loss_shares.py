@@ -63,7 +63,7 @@ class LossShares:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Within this, eager mode records what depends on the factors."""
+        """Records what depends on the factors within the context, in eager mode."""
         tape = tf.GradientTape(persistent=True, watch_accessed_variables=False)
         self._tape, self._is_recording = tape, True
         try:

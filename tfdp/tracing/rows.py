@@ -119,7 +119,7 @@ class Rows:
 
     @classmethod
     def of_padded(cls, signed: tf.Tensor) -> Rows:
-        """From the numbers of a `PaddedBatch`, in replica context."""
+        """Makes rows from the numbers of a `PaddedBatch`, in replica context."""
         real = signed > 0
         return cls(
             real=real,
@@ -173,8 +173,8 @@ def _size_bytes(tensor: tf.Tensor) -> int:
 def parts_of_batch(
     values: Any, replicas: int
 ) -> tuple[list[list[Any]], Callable[[Sequence[Sequence[Any]]], Any]]:
-    """Of each per-replica tensor with rows among nested `values` the parts; and a
-    function that returns `values` with other parts."""
+    """Parts of each per-replica tensor with rows among nested `values`; and a function
+    that returns `values` with other parts."""
     leaves = tf.nest.flatten(values, expand_composites=False)
     found: dict[int, list[Any]] = {}
     for place, leaf in enumerate(leaves):
@@ -390,7 +390,7 @@ class PaddedBatch(NamedTuple):
 
     @classmethod
     def of(cls, batch: Any, rows: Any, size: int) -> PaddedBatch:
-        """From a batch whose replicas' parts have `size` rows each."""
+        """Makes a batch whose replicas' parts have `size` rows each."""
         return cls({str(size): batch}, rows)
 
     @property

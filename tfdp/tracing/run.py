@@ -1,4 +1,4 @@
-"""What tfdp knows of one `strategy.run` while it traces the replicas.
+"""Facts about one `strategy.run`, while tfdp traces the replicas.
 
 A `Step` has the frozen `Batch`, one `Trace` per graph that is built, and how the
 replicas work together (`Mode`).
@@ -45,8 +45,8 @@ class Mode(enum.Enum):
 
 
 class Trace:
-    """What one replica does while its graph is built; on TPU, where one graph serves
-    all replicas, what each of them does."""
+    """Notes of what one replica does while its graph is built; on TPU, where one graph
+    serves all replicas, of what each of them does."""
 
     def __init__(self, step: Step, rank: int) -> None:
         self._step, self.rank = step, rank
@@ -152,7 +152,7 @@ class Step:
     late_buffers: set[int] | None = None
     #: Local training: ids of state of layers that one of the optimizers keeps.
     layer_state_kept: set[int] = field(default_factory=set)
-    #: Why state that is stored after the update is refused; "": it is not.
+    #: Why late state is refused; empty string if it is allowed.
     refuses_late_state: str = ""
     #: Ids of variables in which replicas accumulate their own sums of gradients.
     own_sums: set[int] = field(default_factory=set)
@@ -311,7 +311,7 @@ class Step:
 
     @contextlib.contextmanager
     def summing_own_parts(self, rank: Any) -> Iterator[None]:
-        """Within this, the values that `rank` sums exclude dummy rows already."""
+        """Marks values that `rank` sums within the context as free of dummy rows."""
         trace = self.trace(rank)
         before, trace.sums_own_parts = trace.sums_own_parts, True
         try:
@@ -337,8 +337,8 @@ class Step:
 
     @contextlib.contextmanager
     def updating(self, *, reduces: bool = False) -> Iterator[None]:
-        """Within this an optimizer updates: its assignments are not local state.
-        `reduces`: it still has to reduce its gradients."""
+        """Marks an optimizer's update: assignments within the context are not local
+        state. `reduces`: it still has to reduce its gradients."""
         self.has_updated, updates = True, self.here.updates
         updates.append(reduces)
         try:
@@ -401,7 +401,7 @@ class Step:
         state.update((id(variable), variable) for variable in variables)
 
     def stored_graphs(self, rank: Any) -> dict[int, Any]:
-        """By the ids of variables: the graph in which the replica stored them last."""
+        """The graph in which the replica stored each variable last, by variable id."""
         return {id(v): value.graph for by, v, value in self.stored if by == rank}
 
 
@@ -414,9 +414,9 @@ def current_run() -> tuple[Step, int] | None:
 
 
 def name_of_gradient() -> str:
-    """In a forward pass: the name for the exchanges of its gradient, for
-    `exchanges_of`; equal on all replicas and hosts, "" outside of a run. Rematerialized
-    values get names with the same prefix."""
+    """Names the exchanges of a gradient, in the forward pass, for `exchanges_of`; equal
+    on all replicas and hosts, "" outside of a run. Rematerialized values get names with
+    the same prefix."""
     found = current_run()
     if found is None:
         return ""

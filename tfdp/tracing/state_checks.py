@@ -1,4 +1,4 @@
-"""What is known of values that a step stores, and of values equal on all replicas."""
+"""Checks values that a step stores, and values equal on all replicas."""
 
 from __future__ import annotations
 

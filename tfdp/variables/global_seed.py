@@ -150,7 +150,7 @@ def with_global_seed(
 
 @contextlib.contextmanager
 def independent_draws(first_draw: int | None) -> Iterator[Callable[[Any], None]]:
-    """Within this context, `tf.random.normal` and similar ops differ on all replicas.
+    """Makes `tf.random.normal` and similar ops differ by replica within the context.
 
     TensorFlow seeds each op by `tf.random.set_seed` and by its number in the graph. The
     former is equal on all hosts; the latter, in a branch or in a called function, on
@@ -199,7 +199,7 @@ class _OverriddenGenerator:
 
 @contextlib.contextmanager
 def drawing_globally(override: Callable[[Callable], Callable]) -> Iterator[None]:
-    """Within this context, `override(next)` makes the draws without a seed."""
+    """Makes `override(next)` do the draws without a seed within the context."""
     generator = _OverriddenGenerator(override)
     keras_state.set_global_attribute(ATTRIBUTE, generator)
     try:

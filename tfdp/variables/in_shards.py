@@ -49,12 +49,13 @@ def is_shard_of_sum(variable: Any, rank: Any, gradient: Any) -> bool:
     weight that is stored in shards; one computed by hand is a part of the whole sum."""
     if not is_stored_in_shards(variable):
         return False
-    is_whole = gradient.shape == variable.shape
+    if gradient.shape != variable.shape:
+        return True
     own = tf.distribute.get_strategy().extended.shards.own_shape(variable, rank)
-    if is_whole and own == (0,):
+    if own == (0,):
         raise ConfigurationError(
             f"The gradient of {variable.name!r} was computed by hand, and one replica "
             'updates that weight, which is stored in shards (shard="parameters"). Let '
             'a tape compute it; or train with shard="gradients".'
         )
-    return not is_whole or gradient.shape == own
+    return bool(gradient.shape == own)

@@ -98,7 +98,7 @@ class LocalView(MirroredVariable):
         return result
 
     def note_update(self) -> None:
-        """Called after a replica's update; notifies unless it was a local step."""
+        """Notifies listeners after a replica's update, unless it was a local step."""
         if self._listeners and not self._is_in_local_step():
             self._notify(current_rank())
 

@@ -32,7 +32,7 @@ class OwnMeans(names.MirroredVariable):
     _is_mean_of_own = False
 
     def note_own(self) -> None:
-        """From now on, reads outside replicas return the mean of the copies."""
+        """Marks the variable as per-replica: reads outside replicas return the mean."""
         if not self._is_mean_of_own:
             self._is_mean_of_own = True
             checkpoint_unless_hooked(self, self._mean, self.assign)
@@ -109,7 +109,7 @@ class HandleOfReplica:
 
 
 def before_storing(variable: Any, own: tf.Variable) -> None:
-    """Called before a replica's step, but no optimizer, assigns to its component."""
+    """Saves a component for the guard before a step, no optimizer, assigns to it."""
     guard = variable.distribute_strategy.extended.current_run.guard
     if guard is not None:
         guard.remember_stored(names.current_rank(), [own])
@@ -322,7 +322,7 @@ class SeedVariable(ReplicaMirroredVariable):
     differs_by_replica = "drawn"
 
     def own_offset(self) -> tf.Tensor | None:
-        """What this replica adds to the stored state, or None."""
+        """The number that this replica adds to the stored state, or None."""
         if not in_replica_of(self.distribute_strategy):
             return None
         extended, rank = self.distribute_strategy.extended, names.current_rank()
@@ -353,7 +353,7 @@ class SeedVariable(ReplicaMirroredVariable):
 
 
 def seed_offset(rank: Any, dtype: tf.DType) -> tf.Tensor | None:
-    """What replica `rank`, an int or int32 scalar, adds to a stored seed, or None."""
+    """The offset of a seed on replica `rank`, an int or int32 scalar, or None."""
     if isinstance(rank, int):
         word = rank * SEED_STRIDE % 2**32
         return tf.constant([word, 0], dtype) if word else None

@@ -166,7 +166,7 @@ def _show(outcome: CaseResult | Failure) -> None:
 
 
 def format_cases(cases: Sequence[Case]) -> str:
-    """The `--list` table."""
+    """The table that `--list` prints."""
     rows = [("case", "what it measures", "arms")]
     rows += [(case.name, case.description, ", ".join(case.arms)) for case in cases]
     return format_table(rows)

@@ -1,4 +1,4 @@
-"""What the runner sends to a worker."""
+"""The request that the runner sends to a worker."""
 
 from __future__ import annotations
 

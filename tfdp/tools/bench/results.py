@@ -118,7 +118,7 @@ class CaseResult:
 
 
 def efficiency(result: CaseResult) -> dict[str, tuple[float, ...]]:
-    """By arm, images/s over those of equally many single processes, repeat by repeat.
+    """Each arm's images/s over those of equally many single processes, by repeat.
 
     With efficiency 1, W workers are W times as fast as one process on one core. Arms
     without a measured single process are left out.

@@ -20,7 +20,7 @@ from tfdp.hosts.host_link import HostLink
 from tfdp.hosts.link_speed import speed_of_sums
 from tfdp.plan.buckets import Bucket
 from tfdp.plan.communication import Communication
-from tfdp.step.find_optimizers import optimizers_of
+from tfdp.step.find_optimizers import optimizers_of, optimizers_with_sync
 from tfdp.strategies.gather_from_hosts import gather_from_hosts, refuse_strategy
 from tfdp.tools.simulator.machine import Link
 from tfdp.tools.simulator.model import Gradient, ModelProfile
@@ -283,10 +283,8 @@ def why_refused(model: keras.Model) -> str | None:
             "the model was compiled with run_eagerly=True, where there are no buckets. "
             "Compile with run_eagerly=False, or leave the callback out."
         )
-    if getattr(strategy, "elastic_hosts", None) is not None or any(
-        getattr(optimizer, "sync", None) is not None
-        for optimizer in optimizers_of(model)
-    ):
+    is_elastic = getattr(strategy, "elastic_hosts", None) is not None
+    if is_elastic or optimizers_with_sync(optimizers_of(model), strategy):
         return (
             "with sync= (LocalSGD, DiLoCo) most steps send nothing, so the time of a "
             "few steps does not measure the outer steps. Leave the callback out."

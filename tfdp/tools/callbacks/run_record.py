@@ -227,7 +227,7 @@ class RunRecord(keras.callbacks.Callback):
             self._write_line()
 
     def _steps_made(self, batch: int) -> int:
-        """Of the execution that ends; Keras counts an epoch's last one as full."""
+        """Steps made in the execution that ends; Keras counts the last one as full."""
         together = batch - self._first_batch + 1
         if together > 1 and self._meter is not None:
             return self._meter.steps - self._done
@@ -235,7 +235,7 @@ class RunRecord(keras.callbacks.Callback):
         return min(together, epoch - self._first_batch) if epoch else together
 
     def _input_seconds(self, now: float, clock: StepClock) -> float | None:
-        """From the beginning of a step until its batch arrived."""
+        """Seconds from the start of a step until its batch arrived; None: unknown."""
         arrived = None if self._meter is None else self._meter.arrived_seconds
         # Within an execution of several steps only the last end is known.
         if arrived is None or self.model.steps_per_execution > 1:
@@ -274,7 +274,7 @@ class RunRecord(keras.callbacks.Callback):
         )
 
     def note_straggler(self, step: int, text: str) -> None:
-        """Called by `Stragglers` of the same `fit`."""
+        """Records a sentence of `Stragglers` of the same `fit`."""
         self._write(Said(self._session_id, step, text))
 
     def on_train_end(self, logs: Any = None) -> None:
@@ -341,7 +341,7 @@ class RunRecord(keras.callbacks.Callback):
         return None if self._meter is None else self._meter.samples
 
     def _memory(self) -> tuple[int | None, ...]:
-        """Of the process and of GPUs, now and peak; at most every MEMORY_SECONDS."""
+        """Memory of process and GPUs, now and peak; at most every MEMORY_SECONDS."""
         now = time.perf_counter()
         if now - self._memory_read < MEMORY_SECONDS and self._is_within_epoch:
             return None, None, None, None

@@ -8,6 +8,7 @@ from typing import Any
 from tfdp.checks import integer_from
 from tfdp.cluster.machine import installed_versions
 from tfdp.files.asked_for import check_output_path, write_json_for
+from tfdp.plan.communication import IdleOptions
 from tfdp.progress_bar import progress_bar
 from tfdp.strategies.quiet import import_tensorflow_quietly
 from tfdp.strategies.unused import note_used
@@ -73,7 +74,10 @@ def _check(target: check_target.Target, options: argparse.Namespace) -> Any:
     from tfdp.tools.testing.parity import check_parity
 
     def ours() -> Any:
-        return tfdp.DataParallelStrategy(devices)
+        strategy = tfdp.DataParallelStrategy(devices)
+        # As under `auto_strategy`: a `sync` between hosts does nothing here.
+        strategy.idle_options = IdleOptions("one host", {})
+        return strategy
 
     steps = options.steps or DEFAULT_STEPS
     script_run = check_target.ScriptRun(ours, options.replicas, steps)

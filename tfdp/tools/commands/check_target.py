@@ -67,7 +67,7 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class ModelAndData:
-    """What to train; `options` are further arguments of `check_parity`."""
+    """A model to train and its data; `options`: further arguments of `check_parity`."""
 
     build: Callable[[], Any]
     data: Any

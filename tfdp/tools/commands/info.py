@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def gather_facts(virtual_devices: int | None = None) -> dict[str, Any]:
-    """What `tfdp info` prints, as plain data.
+    """The facts that `tfdp info` prints, as plain data.
 
     Without TensorFlow, `devices` and `strategy` are None and a warning says why.
 
@@ -101,13 +101,11 @@ def _devices() -> dict[str, list[dict[str, str]]]:
 
 def _strategy() -> dict[str, Any]:
     from tfdp.exchange.choose_engine import choose_engine
-    from tfdp.strategies.unused import note_used
 
     # Not auto_strategy, which waits for the other workers of a cluster.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeviceWarning)  # listed among the facts
         strategy = tfdp.DataParallelStrategy(alone=True)
-    note_used()  # suppresses the warning that it was never used
     devices = list(strategy.extended.worker_devices)
     engine = choose_engine(devices, strategy.communication)
     topology = strategy.topology

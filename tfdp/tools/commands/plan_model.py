@@ -62,7 +62,7 @@ def check_model(target: Target | str) -> None:
 
 
 def _names_of_applications() -> list[str]:
-    """From the source of Keras, whose import takes seconds; [] if it is not there."""
+    """Names read in Keras' source, as its import takes seconds; [] without Keras."""
     keras = importlib.util.find_spec("keras")
     if keras is None or keras.origin is None:
         return []

@@ -43,7 +43,7 @@ class Stopped(BaseException):
 
 @dataclasses.dataclass(frozen=True)
 class FirstFit:
-    """What the script's first `fit` was called with.
+    """The arguments of the script's first `fit`.
 
     Args:
       model: the compiled model.

@@ -66,7 +66,7 @@ def result_of(
     launcher: Sequence[str] = (),
     **more: str,
 ) -> Any:
-    """As `run_worker`; raises TrialFailed, with the last lines and what to do."""
+    """The result of `run_worker`; raises TrialFailed with last lines and advice."""
     try:
         return run_worker(module, request, timeout_seconds, launcher, **more)
     except ProcessFailed as error:

@@ -25,7 +25,7 @@ WARM_UP_STEPS = 3
 
 
 def _figures(request: dict[str, Any]) -> dict[str, Any] | None:
-    """What `Trials.measure` requests; None: not on this rank."""
+    """The figures that `Trials.measure` requests; None: not on this rank."""
     from tfdp.strategies.quiet import import_tensorflow_quietly
 
     import_tensorflow_quietly()
@@ -157,7 +157,7 @@ def _batches(data: Any, model: Any, rows: int) -> Any:
 
 
 def _seconds(ends: list[tuple[int, float]], count: int, together: int) -> list[float]:
-    """Of each of the last `count` whole batches; `ends`: (last step, time)."""
+    """Seconds of each of the last `count` whole batches; `ends`: (last step, time)."""
     each: list[float] = []
     for (first, before), (last, after) in itertools.pairwise(ends):
         each += [(after - before) / (last - first)] * (last - first)

@@ -1,4 +1,4 @@
-"""What one core achieves: gradient compression, and sums of table rows.
+"""Measures what one core achieves: gradient compression, and sums of table rows.
 
 It runs in a process with single-threaded TensorFlow: `python -m
 tfdp.tools.measuring.one_core`.

@@ -1,1 +1,1 @@
-"""What a training will need, before it is launched: `tfdp plan`."""
+"""Predicts what a training will need, before it is launched: `tfdp plan`."""

@@ -63,7 +63,7 @@ def near_parts(rows: int) -> set[int]:
 def rows_to_trace(
     input_lengths: Iterable[int], other_lengths: Iterable[int], row_bytes: int
 ) -> int | None:
-    """For how many rows to trace a step; None: no suitable number.
+    """The number of rows to trace a step with; None: no suitable number.
 
     `row_bytes`: of one row of every traced replica. Layers may halve `input_lengths`.
 

@@ -30,7 +30,7 @@ ORDERS = 6
 
 @dataclasses.dataclass(frozen=True)
 class StepMemory:
-    """What `dry_run` found: the peak, by part, and the order of ops."""
+    """Memory that `dry_run` found: the peak, by part, and the order of ops."""
 
     peak_bytes: int
     parts: dict[str, int]
@@ -59,7 +59,7 @@ def dry_run(
 
 
 class _Dependencies:
-    """What all orders share: dependencies and times of ops."""
+    """Dependencies and times of ops, which all orders share."""
 
     def __init__(self, graph: StepGraph):
         self.followers: list[list[int]] = [[] for _ in graph.ops]

@@ -14,7 +14,7 @@ MARGIN_BYTES = 16 * 2**20
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
-    """What a step of one replica will need.
+    """Predicted memory, FLOPs and traffic of one replica's step.
 
     Args:
       local_rows: rows of a replica's batch.
@@ -101,7 +101,7 @@ def sent_bytes(
     tables: Sequence[tuple[int, int, bool]] = (),
     moved_bytes: int = 0,
 ) -> int:
-    """What a replica sends in a step, for gradients as large as the weights.
+    """Bytes that a replica sends in a step, for gradients as large as the weights.
 
         2 P (N - 1) / N,  and 3 P (N - 1) / N  at stage 3 with `remat`
 

@@ -23,7 +23,7 @@ def plan(
     communication: Communication | None = None,
     device_type: str | None = None,
 ) -> MemoryPlan:
-    """What a training step of `model` needs per replica, without running it.
+    """Predicts what a training step of `model` needs per replica, without running it.
 
         peak = max over the order of ops of  sum of the tensors that are held
 

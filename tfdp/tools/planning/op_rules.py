@@ -175,7 +175,7 @@ CHANNELS_OF_BLOCK = 16
 def scratch_bytes_of(
     kind: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], equation: str = ""
 ) -> int:
-    """What a kernel allocates for itself while it runs; `equation` of an `Einsum`."""
+    """Bytes that a kernel allocates while it runs; `equation` of an `Einsum`."""
     if kind == "MaxPoolGrad" and len(inputs) > 1:
         # The pooled image again, and a 64-bit argmax per element.
         return inputs[1].size_bytes + 8 * inputs[1].elements

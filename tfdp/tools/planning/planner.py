@@ -365,7 +365,7 @@ class InterpolatedStep:
 
 
 def _structure(op: Op) -> tuple[object, ...]:
-    """What does not depend on the number of rows."""
+    """The facts of an op that do not depend on the number of rows."""
     return op.kind, op.inputs, op.controls, len(op.output_bytes), op.variable
 
 
@@ -390,7 +390,7 @@ def side_of(graph: StepGraph, on_host: bool) -> StepGraph:
 
 
 def _seen_from_other_side(op: Op, place: int, read_here: set[tuple[int, int]]) -> Op:
-    """An op of the other side: its outputs count here only if they are read here."""
+    """Counts an op of the host (or device) only for outputs that this side reads."""
     return dataclasses.replace(
         op,
         output_bytes=tuple(

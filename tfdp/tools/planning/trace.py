@@ -432,7 +432,7 @@ class SendReceivePairs:
         self._sent[name] = source
 
     def receive(self, name: str, place: int) -> Place | None:
-        """What the op at `place` receives; None: not sent yet, see `connect`."""
+        """The output that the op at `place` receives; None: not sent yet."""
         if name not in self._sent:
             self._awaited.append((place, name))
         return self._sent.get(name)
@@ -478,7 +478,7 @@ def iterations_of(op: Any) -> int | None:
 
 
 def kept_per_iteration(body: Any, place: int) -> Any:
-    """What each iteration appends to list output `place`; None: nothing new."""
+    """The item that an iteration appends to list output `place`; None: nothing new."""
     output = body.outputs[place]
     if output.dtype != tf.variant:
         return None

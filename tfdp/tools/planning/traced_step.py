@@ -207,7 +207,7 @@ class TracedModel:
 
     @property
     def owned_bytes(self) -> int:
-        """Those of weights that one replica each updates whole."""
+        """Bytes of the weights that one replica each updates whole."""
         return sum(
             _bytes_of(variable)
             for variable in self.model.trainable_variables

@@ -100,7 +100,7 @@ def draw_chart(chart: Chart) -> str:
 
 
 def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
-    """At most `most` points: means of consecutive values."""
+    """Thins points to at most `most`: means of consecutive values."""
     if len(points) <= most:
         return list(points)
     width = math.ceil(len(points) / most)

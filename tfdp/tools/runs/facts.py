@@ -88,7 +88,7 @@ class Facts:
 
     @property
     def samples_per_second(self) -> float | None:
-        """Over all steady steps; None: unknown, or there are none."""
+        """The rate over all steady steps; None: unknown, or there are none."""
         steady = self.steady
         if not steady or any(rate.samples is None for rate in steady):
             return None
@@ -223,7 +223,7 @@ def _workers(run: Run) -> Iterable[WorkerRun]:
 
 
 def _begins(run: Run) -> list[float]:
-    """When each start began, since the first; at least the end of the one before."""
+    """Seconds from the first start to each; at least the end of the one before."""
     first, reached, found = run.sessions[0].first.start.began_seconds, 0.0, []
     for session in run.sessions:
         begin = max(session.first.start.began_seconds - first, reached)

@@ -108,7 +108,7 @@ def describe_straggler(straggler: Straggler) -> str:
 
 
 def said_while_training(facts: Facts) -> list[str]:
-    """What `callbacks.Stragglers` printed, as a worker of each start recorded it."""
+    """Lines that `callbacks.Stragglers` printed, from the record of each start."""
     said = [one for session in facts.run.sessions for one in session.first.said]
     return [f"step {one.step}: {one.text}" for one in said]
 

@@ -64,7 +64,7 @@ def rate_pictures(facts: Facts) -> list[str]:
 
 
 def part_picture(facts: Facts) -> str:
-    """Where the time of each worker went, without steps in which it traced."""
+    """Draws where the time of each worker went, without steps in which it traced."""
     bars = []
     for rank, parts in facts.part_seconds.items():
         mine = {part: parts[part] for part in STEADY_COLOURS}
@@ -145,7 +145,7 @@ def learning_pictures(facts: Facts) -> list[str]:
 
 
 def compared_bars(runs: Sequence[tuple[str, Facts]]) -> str:
-    """Where the time of a step went, on the mean worker of each run."""
+    """Draws where the time of a step went, on the mean worker of each run."""
     bars = []
     for name, facts in runs:
         count = max(1, facts.steps) * max(1, len(facts.part_seconds))

@@ -39,7 +39,7 @@ class AlignedSteps:
 
     @property
     def samples(self) -> int | None:
-        """Of all recorded workers; None: unknown for one of them."""
+        """Samples of all recorded workers; None: unknown for one of them."""
         found = [line.samples for line in self.lines.values()]
         return None if None in found else sum(found)  # type: ignore[arg-type]
 

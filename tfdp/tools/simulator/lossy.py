@@ -71,11 +71,11 @@ class Lossy:
         return 2 * message * (hosts - 1) / hosts
 
     def rounds(self, hosts: int) -> int:
-        """Latencies in an exchange."""
+        """The number of latencies in an exchange."""
         return (1 if self._is_gathered(hosts) else 2) * (hosts - 1)
 
     def coding_seconds(self, size_bytes: float, tensors: int = 1) -> float:
-        """Of one core, for `tensors` gradients of `size_bytes` together."""
+        """Seconds of one core to code `tensors` gradients of `size_bytes` together."""
         rate = self.bytes_per_second
         if size_bytes >= LARGE_BYTES * tensors:
             rate *= self.large_share

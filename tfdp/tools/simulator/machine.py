@@ -38,7 +38,7 @@ class Link:
 
     @property
     def rate(self) -> float:
-        """Bytes a second that a sum achieves on all connections together."""
+        """Achieved all-reduce bandwidth over all connections, bytes/s."""
         return self.bytes_per_second * self.connections * self.reached
 
 

@@ -1,4 +1,4 @@
-"""What a step computes and sends: gradients, the FLOPs behind each, compute times."""
+"""Describes what a step computes and sends: gradients, their FLOPs, compute times."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class ModelProfile:
 
     @classmethod
     def from_plain(cls, name: str, plain: Mapping[str, Any]) -> ModelProfile:
-        """From what `tfdp.tools.planning.keras_profile.profile_of` returned."""
+        """Makes a profile of a result of `planning.keras_profile.profile_of`."""
         gradients = tuple(Gradient(*each) for each in plain["gradients"])
         return cls(name, gradients, plain["forward_flops_per_sample"])
 
@@ -134,7 +134,7 @@ class Compute:
 
     @classmethod
     def from_seconds(cls, seconds: float, samples: int) -> Compute:
-        """From a measured step without exchange; a third of it is forward."""
+        """Takes a measured step without exchange; a third of it is forward."""
         positive("Compute", "seconds", seconds)
         forward = FORWARD_SHARE * seconds
         return cls(forward, seconds - forward, 0.0, samples)
@@ -143,7 +143,7 @@ class Compute:
     def from_flops(
         cls, model: ModelProfile, samples: int, flops_per_second: float
     ) -> Compute:
-        """From FLOPs: backward takes twice those of forward.
+        """Derives the times from FLOPs: backward takes twice those of forward.
 
         `flops_per_second`: achieved by the device, not its peak.
         """
@@ -159,7 +159,7 @@ class Compute:
 
 
 def ready_seconds(model: ModelProfile, compute: Compute) -> list[float]:
-    """When each gradient is ready, from the start of a step without interference.
+    """Seconds until each gradient is ready, in a step without interference.
 
     Backward runs from the last layer to the first, each in proportion to its work.
 

@@ -48,7 +48,7 @@ class InputRate:
             positive("InputRate", "per_host", self.per_host)
 
     def seconds(self, topology: Topology, samples: int) -> float:
-        """Between two batches, if each replica takes `samples`."""
+        """Seconds between two batches, if each replica takes `samples`."""
         if self.per_host is None:
             return 0.0
         return topology.devices_per_host * samples / self.per_host
@@ -56,7 +56,7 @@ class InputRate:
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """What is trained, and on what machine; all but the number of devices.
+    """A training and its machine; all but the number of devices.
 
     Args:
       compute: of one replica.
@@ -185,7 +185,7 @@ def predict_step(training: Training, devices: int) -> StepPrediction:
 
 
 def topology_of(devices: int, devices_per_host: int) -> Topology:
-    """That many devices on full hosts, or on a part of one."""
+    """The topology of that many devices on full hosts, or on a part of one."""
     whole("devices", "their number", devices, 1, MOST_DEVICES)
     if devices <= devices_per_host:
         return Topology(1, devices)

@@ -35,7 +35,7 @@ ROUND = 50
 
 @dataclasses.dataclass(frozen=True)
 class Delays:
-    """What makes workers slow.
+    """Delays that make workers slow.
 
     Args:
       slow_factor: how many times longer worker 0 computes, above 0; 1: as the others.
@@ -110,7 +110,7 @@ class _Worker:
         return self._random.expovariate(1 / delays.pause_every_seconds)
 
     def end_of(self, start: float, steps: int = 1) -> float:
-        """When `steps` steps end that begin at `start`."""
+        """The time at which `steps` steps end that begin at `start`."""
         delays, end = self._cluster.delays, start
         for _ in range(steps):
             end += self._cluster.step_seconds * self._factor

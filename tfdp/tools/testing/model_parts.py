@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,8 @@ from keras.random import SeedGenerator
 HALF_PRECISION = ("float16", "bfloat16")
 # Attributes of Keras layers that scale their randomness; 0 disables it.
 AMOUNTS = ("rate", "stddev", "dropout", "recurrent_dropout")
+# The base of Keras' augmentation layers, which has no public name.
+AUGMENTATION = keras.layers.RandomFlip.__base__
 # Bits of the significand with the hidden one: u = 2^-bits.
 SIGNIFICAND_BITS = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}
 
@@ -52,18 +55,28 @@ def random_layers(model: keras.Model) -> list[tuple[Layer, SeedGenerator]]:
 
 
 def switch_off_random_layers(model: keras.Model) -> list[str]:
-    """Sets the rates of dropout and noise to 0; returns the names of these layers.
+    """Sets the rates of dropout and noise to 0, and calls Keras' augmentation as
+    outside of training; returns the names of these layers.
 
-    Other random layers (augmentation, custom code) are unchanged.
+    Other random layers are unchanged: custom code, and `RandomCrop`, which gives
+    another shape outside of training (Keras 3.15).
     """
     names = []
     for layer, _ in random_layers(model):
+        is_crop = isinstance(layer, keras.layers.RandomCrop)
+        if isinstance(layer, AUGMENTATION) and not is_crop:
+            layer.call = functools.partial(_call_untrained, layer)
+            names.append(layer.name)
         for name in AMOUNTS:
             value = getattr(layer, name, 0)
             if isinstance(value, (int, float)) and value > 0:
                 setattr(layer, name, 0.0)
                 names.append(layer.name)
     return list(dict.fromkeys(names))
+
+
+def _call_untrained(layer: Layer, data: Any, training: Any = None) -> Any:
+    return type(layer).call(layer, data, training=False)
 
 
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:

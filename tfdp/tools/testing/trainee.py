@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfdp import DistributedOptimizer
 from tfdp.errors import ConfigurationError
-from tfdp.step.find_optimizers import optimizers_of
+from tfdp.step.find_optimizers import optimizers_of, optimizers_with_sync
 from tfdp.tools.testing.batches import Batch, as_dataset
 from tfdp.tools.testing.model_parts import (
     layers_of,
@@ -29,7 +29,7 @@ OnStep = Callable[[int, list[list[np.ndarray]]], None]
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What to train, on what data, and how."""
+    """A model to train, its data, and the strategy."""
 
     build: Callable[[], keras.Model]
     strategy: tf.distribute.Strategy
@@ -55,7 +55,7 @@ class Trainee:
         """Builds the model, its variables and those of its optimizers."""
         keras.utils.set_random_seed(self.setting.seed)
         with self._placed():
-            self.model = _checked(self.setting.build())
+            self.model = _checked(self.setting.build(), self.setting.strategy)
             self.switched_off: list[str] = []
             if not self.setting.keep_random_layers:
                 self.switched_off = switch_off_random_layers(self.model)
@@ -111,7 +111,7 @@ class Trainee:
         return float(losses[-1]) if losses else None
 
     def random_states(self) -> dict[str, list[np.ndarray]]:
-        """Layer name -> states."""
+        """The states of random layers, by layer name."""
         states: dict[str, list[np.ndarray]] = {}
         for layer, generator in random_layers(self.model):
             states.setdefault(layer.name, []).append(generator.state.numpy())
@@ -148,7 +148,7 @@ class Trainee:
         return contextlib.nullcontext()
 
 
-def _checked(model: Any) -> keras.Model:
+def _checked(model: Any, strategy: tf.distribute.Strategy) -> keras.Model:
     if not isinstance(model, keras.Model):
         raise ConfigurationError(
             "build() must return a compiled keras.Model. It returned: "
@@ -159,13 +159,15 @@ def _checked(model: Any) -> keras.Model:
             f"build() must return a compiled model. Model {model.name!r} was not "
             "compiled: call model.compile(optimizer=..., loss=...) in build()."
         )
+    for optimizer in optimizers_with_sync(optimizers_of(model), strategy):
+        raise ConfigurationError(
+            f"The optimizer {optimizer.name!r} has sync={optimizer.sync!r}. With that "
+            "replicas or hosts train independently, and by design the result is not "
+            "that of one device. Check the model without sync."
+        )
     for optimizer in optimizers_of(model):
-        if isinstance(optimizer, DistributedOptimizer) and optimizer.sync:
-            raise ConfigurationError(
-                f"The optimizer {optimizer.name!r} has sync={optimizer.sync!r}. With "
-                "that replicas or hosts train independently, and by design the result "
-                "is not that of one device. Check the model without sync."
-            )
+        if isinstance(optimizer, DistributedOptimizer):
+            optimizer.sync = None  # has no effect under the strategy
     return model
 
 

@@ -68,7 +68,7 @@ def _factor(setting: Setting) -> float:
 def _seconds(
     setting: Setting, facts: TrialFacts, place: Place, compute_seconds: float
 ) -> float:
-    """Of a step of the whole batch with that compute time of the replicas."""
+    """Predicts the seconds of a step of the whole batch by its compute time."""
     steps = setting.accumulation_steps
     compute = _factor(setting) * compute_seconds / steps
     rows = max(1, place.rows // place.all_replicas // steps)

@@ -69,7 +69,7 @@ class Setting:
 
     @property
     def communication_line(self) -> str:
-        """The code to paste."""
+        """The line of code to paste."""
         values = {
             name: value for name, value in self.changes.items() if name in COMMUNICATION
         }
@@ -117,7 +117,7 @@ DEFAULTS = Setting()
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where the trials run: simulated hosts and their replicas; the global batch."""
+    """The simulated hosts and their replicas on which trials run; the global batch."""
 
     processes: int
     replicas: int

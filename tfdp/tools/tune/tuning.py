@@ -282,7 +282,7 @@ class Gain:
 
     @classmethod
     def of(cls, challenger: Sequence[float], defaults: Sequence[float]) -> Gain:
-        """From samples per second, by round."""
+        """Computes the gain from samples per second, by round."""
         ratios = [a / b for a, b in zip(challenger, defaults, strict=True)]
         return cls(statistics.median(ratios) - 1, max(ratios) - min(ratios))
 

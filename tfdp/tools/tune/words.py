@@ -23,7 +23,7 @@ SHARDED = {
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
-    """What reports call the baseline (`name`), and the unit of speeds."""
+    """Words of reports: the name of the baseline, and the unit of speeds."""
 
     name: str = "the defaults"
     unit: str = "samples/s"

@@ -40,7 +40,7 @@ class Report:
     failures: tuple[Failure, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """The report as plain data, ready for JSON."""
         return {
             **vars(self),
             "results": [result.to_json() for result in self.results],

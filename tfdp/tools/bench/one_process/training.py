@@ -42,7 +42,7 @@ class TrainingArm:
     network: keras.Model
 
     def subject(self, request: Request) -> dict[str, Any]:
-        """What is trained, for reports."""
+        """The trained network's name and sizes, for reports."""
         parameters = sum(math.prod(w.shape) for w in self.network.trainable_weights)
         name, local_batch = request.subject_name, LOCAL_BATCH
         return {"name": name, "parameters": parameters, "local_batch": local_batch}

@@ -34,7 +34,7 @@ GLOO_CARD = "GLOO_SOCKET_IFNAME"
 
 @dataclasses.dataclass
 class Figures:
-    """Of one arm, by repeat: seconds of a call, and processor seconds of all processes.
+    """One arm's figures by repeat: seconds and processor seconds of a call.
 
     `facts`: what process 0 reported when it was ready; `sent_bytes`: of a call, by a
     host, where there is a network.

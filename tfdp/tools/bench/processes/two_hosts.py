@@ -86,7 +86,7 @@ class TwoHosts:
         _run("ip", "-n", self.names[1], "link", "set", self.cards[1], "down")
 
     def join(self) -> None:
-        """Restores the link."""
+        """Restores the link between the two hosts."""
         _run("ip", "-n", self.names[1], "link", "set", self.cards[1], "up")
 
     def remove(self) -> None:
