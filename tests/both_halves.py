@@ -12,10 +12,12 @@ not hold both, they run in turn.
 """
 
 import argparse
+import re
 import signal
 import subprocess
 import sys
 import threading
+import time
 
 from tests.support import jobs
 
@@ -26,6 +28,9 @@ HALVES = {
 #: Of `nice`: where another process wants the same core, this one gets a 68th of it.
 LOWEST_PRIORITY = "19"
 LAST_LINES_SECONDS = 30.0
+SAID_AFTER_SECONDS = 60.0
+#: Of pytest, at the end of a line of dots.
+PERCENT = re.compile(r"\[ *(\d+)%\]")
 
 
 def command_of(half: str, at_a_time: int) -> list[str]:
@@ -44,10 +49,37 @@ def started(command: list[str]) -> subprocess.Popen:
     )
 
 
-def pass_on(name: str, process: subprocess.Popen) -> None:
+class Estimate:
+    """Says once, after a minute, how long the run will take.
+
+    Args:
+      names: of what runs; each is as far as the percentage that it printed last.
+    """
+
+    def __init__(self, names):
+        self._began = time.monotonic()
+        self._percent = dict.fromkeys(names, 0)
+        self._is_said = False
+
+    def note(self, name: str, line: str) -> None:
+        """Looks at a line that `name` has printed."""
+        if found := PERCENT.search(line):
+            self._percent[name] = int(found[1])
+        seconds = time.monotonic() - self._began
+        least = min(self._percent.values())
+        if self._is_said or seconds < SAID_AFTER_SECONDS or not least:
+            return
+        self._is_said = True
+        minutes = seconds / least * (100 - least) / 60
+        parts = ", ".join(f"{each} {done} %" for each, done in self._percent.items())
+        print(f"{seconds:.0f} s: {parts}; about {minutes:.0f} more minutes", flush=True)
+
+
+def pass_on(name: str, process: subprocess.Popen, estimate: Estimate) -> None:
     """Prints the lines of a process, each after its name."""
     for line in process.stdout:
         print(f"{name:<9} | {line}", end="", flush=True)
+        estimate.note(name, line)
 
 
 def run(commands: dict[str, list[str]]) -> bool:
@@ -57,8 +89,9 @@ def run(commands: dict[str, list[str]]) -> bool:
       Whether all have succeeded.
     """
     processes = {name: started(command) for name, command in commands.items()}
+    estimate = Estimate(commands)
     readers = [
-        threading.Thread(target=pass_on, args=each, daemon=True)
+        threading.Thread(target=pass_on, args=(*each, estimate), daemon=True)
         for each in processes.items()
     ]
     for reader in readers:

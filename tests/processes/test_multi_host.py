@@ -124,7 +124,7 @@ def on_one_device(name):
     return host_training.run(name, one)
 
 
-@pytest.mark.worth_seconds(1000)
+@pytest.mark.worth_seconds(300)
 @pytest.mark.parametrize("layout, name", ROWS)
 def test_equals_one_device(results, layout, name):
     expected = on_one_device(name)

@@ -26,6 +26,19 @@ def test_lines_are_named_and_one_failure_is_a_failure(capfd, codes, passed):
     assert lines == ["one       | said", "two       | said"]
 
 
+def test_a_run_says_after_a_minute_how_long_it_will_take(monkeypatch, capsys):
+    now = iter([0.0, 30.0, 59.0, 75.0, 90.0])
+    monkeypatch.setattr(both_halves.time, "monotonic", lambda: next(now))
+    estimate = both_halves.Estimate(["one", "two"])
+    estimate.note("one", "....... [ 20%]")
+    estimate.note("two", "....... [ 10%]")
+    assert not capsys.readouterr().out
+    estimate.note("two", "....... [ 25%]")
+    assert capsys.readouterr().out == "75 s: one 20 %, two 25 %; about 5 more minutes\n"
+    estimate.note("two", "....... [ 40%]")
+    assert not capsys.readouterr().out
+
+
 def test_every_folder_of_tests_is_in_one_half():
     folders = {
         path.parent.relative_to(REPOSITORY).as_posix()

@@ -74,7 +74,7 @@ def test_the_rest_is_what_the_tier_test_leaves_out():
     rows = [types.SimpleNamespace(nodeid=n, keywords=(), path=n) for n in names]
     rows[0].keywords = ("slow",)
     for row in rows:
-        row.iter_markers = lambda name: [types.SimpleNamespace(args=[40])]
+        row.iter_markers = lambda name: [types.SimpleNamespace(args=[100])]
     seconds = dict.fromkeys(names, 20.0)
 
     def wanted(tier, *args):
@@ -90,7 +90,7 @@ def test_the_rest_is_what_the_tier_test_leaves_out():
     assert wanted("all") == set(names)
 
 
-def test_every_row_runs_within_a_dozen_commits():
+def test_every_row_runs_within_the_commits_of_a_cycle():
     """From whatever commit on, for the rows there are; a round is not much longer."""
     seconds = read_durations()
     rows = [*seconds, *table(100, "tests/devices/test_new.py::test_new")]
