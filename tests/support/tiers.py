@@ -216,11 +216,11 @@ class Draw:
     ) -> set[str]:
         """The rows that run, of those names; see `rows_that_fit`."""
         names = list(names)
-        tools = [name for name in names if is_of_tools(name)]
-        core = [name for name in names if not is_of_tools(name)]
+        tools = [] if self.tools else [name for name in names if is_of_tools(name)]
+        core = list(set(names).difference(tools))
         chosen = rows_that_fit(core, seconds, worth, FIXED_SHARE)
         chosen.update(name for name in core if self.is_due(name))
-        chosen.update(tools if self.tools else self._smoke(tools, seconds))
+        chosen.update(self._smoke(tools, seconds))
         near = [name for name in names if name.partition("::")[0] in self.nearness]
         near.sort(key=lambda name: (self.distance(name), by_chance(name)))
         more = (name for name in near if name not in chosen)
@@ -246,7 +246,7 @@ class Draw:
 
     def __str__(self) -> str:
         tools = (
-            "all of the tools' rows" if self.tools else "a sample of the tools' rows"
+            "the tools' rows as all others" if self.tools else "few of the tools' rows"
         )
         return (
             f"rows drawn by {SEED_VARIABLE}={self.number}; {len(self.nearness)} files "
