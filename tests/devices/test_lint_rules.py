@@ -491,7 +491,7 @@ def test_linear_changes_commute_with_the_sum(name):
         "mean(tf.matmul(x, x, transpose_b=True))": "paired with .*local_mean",
         "mean(x * tf.reverse(x, [0]))": "joined with other rows .*all_rows",
         "total(tf.math.top_k(v, 2)[0])": "chosen, sorted or numbered .*all_rows",
-        "x - tf.reduce_mean(x, 0)": "a number of all rows .*all_reduce",
+        "x - tf.reduce_mean(x, 0)": "a number of all rows .*all_sum",
         "tf.sqrt(mean(x * x))": "a root, .*all_rows",
         "mean(tf.sort(v) - mean(v))": "chosen",
         "mean(x * x)": None,

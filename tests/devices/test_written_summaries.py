@@ -90,7 +90,7 @@ def test_what_one_replica_has_is_warned_of(tmp_path, write):
     told, _ = fitted(tmp_path, write)
     (message,) = told
     assert "tf.summary writes 'loss' of the first replica only" in message
-    assert "all_reduce('sum', loss)" in message
+    assert "losses.all_sum(loss)" in message
 
 
 def test_what_all_have_is_written_without_a_word(tmp_path):

@@ -127,6 +127,7 @@ def test_a_clone_without_history_draws_by_its_hash(repository, monkeypatch, tmp_
 
 def test_without_git_rows_are_drawn_by_the_day(tmp_path, monkeypatch):
     monkeypatch.setattr(tiers, "REPOSITORY", tmp_path)
+    monkeypatch.delenv(tiers.SEED_VARIABLE, raising=False)
     assert 0 <= tiers.round_of_commit() - 20_000 < 100_000
     assert tiers.changed_files() == set()
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import sys
 
-from tfdp._private.keras_calls import has_counted
 from tfdp.cluster.helper_process import is_started_by_multiprocessing
 
 _made: list[str] = []
@@ -32,6 +31,9 @@ def note_used() -> None:
 
 
 def _say_if_unused() -> None:
+    # Loads TensorFlow, which commands that know no strategy start without.
+    from tfdp._private.keras_calls import has_counted
+
     # A program that ended before it trained, with an error, or in an interactive
     # session needs no message.
     if _used or not has_counted() or hasattr(sys, "last_type") or hasattr(sys, "ps1"):
