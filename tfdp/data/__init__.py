@@ -6,8 +6,9 @@ resolve on first use, so an index can be read without TensorFlow.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from tfdp._private.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from tfdp.data.features import FeatureSpec
@@ -44,15 +45,4 @@ __all__ = [
     "verify_tfrecords",
     "write_tfrecords",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
-        raise AttributeError(f"module 'tfdp.data' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_PUBLIC[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return [*__all__]
+__getattr__, __dir__ = lazy_names(__name__, _PUBLIC)
