@@ -31,8 +31,9 @@ from tfdp.plan.shards import OwnedLayout
 from tfdp.seams.replace import instance_attributes
 from tfdp.sharding.owners import OF_KERAS, check_owners, definer_of, whole_updates
 from tfdp.sharding.updates import ShardUpdates
-from tfdp.sharding.variables import ShardedVariable, shard_kind, updating_rank
+from tfdp.sharding.variables import updating_rank
 from tfdp.tracing.run import current_run
+from tfdp.variables.in_shards import is_in_shards, is_stored_in_shards
 
 # These update each element independently.
 ELEMENTWISE = (
@@ -136,14 +137,14 @@ def _refuse_eager(variables: Sequence[Any]) -> None:
     if not tf.executing_eagerly():
         return
     for variable in variables:
-        kind, path = shard_kind(variable), variable_path(variable)
-        if kind is not None and variable.value.owner is not None:
+        path = variable_path(variable)
+        if is_in_shards(variable) and variable.value.owner is not None:
             raise ConfigurationError(
                 f"The optimizer updates the weight {path!r} whole, on one replica, "
                 "which cannot be done in eager mode, where all replicas update "
                 "together. Compile with run_eagerly=False, or leave out shard=."
             )
-        if kind is ShardedVariable and getattr(variable, "constraint", None):
+        if is_stored_in_shards(variable) and getattr(variable, "constraint", None):
             raise ConfigurationError(
                 f"The weight {path!r} has a constraint, which "
                 "cannot be applied to shards in eager mode: it needs the whole weight "
@@ -165,7 +166,7 @@ def clip_over_shards(
     places = [
         i
         for i, (gradient, variable) in enumerate(zip(gradients, variables, strict=True))
-        if gradient is not None and shard_kind(variable)
+        if gradient is not None and is_in_shards(variable)
     ]
     if not places:
         return stock(gradients)
@@ -242,7 +243,7 @@ def _update_shard(
             stack.enter_context(found[0].updating_shard(alone=alone))
         for slot in slots:
             state = slot[place] if place < len(slot) else None
-            if state is not None and shard_kind(state) is ShardedVariable:
+            if state is not None and is_stored_in_shards(state):
                 flat = {"_shape": state.value.layout.shard_shape(part)}
                 stack.enter_context(instance_attributes(state, flat))
         return type(optimizer).update_step(optimizer, gradient, variable, *args)
@@ -338,7 +339,7 @@ def _update_in_phases(
     places = [
         (layer, norm)
         for layer, (_, variable) in enumerate(pairs)
-        if shard_kind(variable)
+        if is_in_shards(variable)
         for norm in range(len(found[layer]))
     ]
     totals = [list(squares) for squares in found]

@@ -23,7 +23,7 @@ from tfdp.plan.exclusions import variable_path
 from tfdp.plan.owners import assign_owners, newton_schulz_cost
 from tfdp.plan.shards import OwnedLayout
 from tfdp.seams.replace import is_replaced, replace
-from tfdp.sharding.variables import ShardedVariable, shard_kind
+from tfdp.variables.in_shards import is_in_shards, is_stored_in_shards
 
 
 class WholeUpdates(NamedTuple):
@@ -85,7 +85,7 @@ def _build(optimizer: Any, variables: Sequence[Any]) -> None:
     owned = owned_by(optimizer, variables)
     # Another optimizer may have had them: the last one that is built decides.
     ids = set(map(id, owned))
-    for variable in filter(shard_kind, variables):
+    for variable in filter(is_in_shards, variables):
         if id(variable) not in ids:
             variable.value.owner = None
     if rule is None:
@@ -110,14 +110,13 @@ def owned_by(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
     rule = whole_updates(optimizer)
     if rule is None:
         return []
-    return [v for v in variables if shard_kind(v) and rule.needs(optimizer, v)]
+    return [v for v in variables if is_in_shards(v) and rule.needs(optimizer, v)]
 
 
 def refuse_late_owners(optimizer: Any, leaves: Sequence[Any], variables: Any) -> None:
     """Refuses owners of weights whose gradients this step has reduced to shards."""
     for variable in variables:
-        is_late = shard_kind(variable) is ShardedVariable
-        if not is_late or variable.value.owner is not None:
+        if not is_stored_in_shards(variable) or variable.value.owner is not None:
             continue
         if any(owned_by(leaf, [variable]) for leaf in leaves):
             raise ConfigurationError(
@@ -143,9 +142,9 @@ def _place_state(
                 continue
             if state is averages:
                 layout = variable.value.layout
-            elif shard_kind(slot) is None:
+            elif not is_in_shards(slot):
                 layout = OwnedLayout(tuple(slot.shape), layout.parts, layout.owner)
-            if shard_kind(slot) is None or slot.value.layout != layout:
+            if not is_in_shards(slot) or slot.value.layout != layout:
                 with tf.init_scope(), hooks.strategy_of(optimizer).scope():
                     value = slot.numpy()
                     with shards.making(layout):
@@ -156,7 +155,7 @@ def check_owners(optimizer: Any, variables: Sequence[Any]) -> None:
     """Refuses weights that `optimizer` needs whole and that have no owner, or that have
     one for another optimizer."""
     owned = set(map(id, owned_by(optimizer, variables)))
-    for variable in filter(shard_kind, variables):
+    for variable in filter(is_in_shards, variables):
         if (variable.value.owner is not None) != (id(variable) in owned):
             raise ConfigurationError(
                 f"The optimizer {optimizer.name!r} updates the weight "

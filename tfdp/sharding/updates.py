@@ -29,7 +29,7 @@ from tfdp.sharding.variables import (
     shard_update,
 )
 from tfdp.tracing.run import name_of_gradient
-from tfdp.variables.in_shards import InShards
+from tfdp.variables.in_shards import InShards, distributed_of
 
 # Arguments for creating a whole variable that do not apply to its shards.
 NOT_OF_A_SHARD = frozenset(
@@ -97,7 +97,7 @@ class ShardUpdates:
 
     def own_shape(self, variable: Any, rank: int) -> tuple[int, ...]:
         """The shape of the gradient's shard that a replica of this process gets."""
-        return _stored(variable).update_layout.shard_shape(self.part_of(rank))
+        return distributed_of(variable).update_layout.shard_shape(self.part_of(rank))
 
     def whole(
         self, shards: Sequence[tf.Tensor], layout: ShardLayout, name: str
@@ -229,7 +229,7 @@ class ShardUpdates:
     def scatter(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """This replica's shards of the summed `gradients`, in replica context."""
         rank = names.current_rank()
-        layouts = [_stored(variable).update_layout for variable in variables]
+        layouts = [distributed_of(variable).update_layout for variable in variables]
         if not tf.executing_eagerly():
             return self.reducer.reduce_scatter(
                 gradients, layouts, rank, in_turn=self.stage >= 2
@@ -307,7 +307,7 @@ class ShardUpdates:
         rank = names.current_rank()
         owned = [
             variable
-            for variable in map(_stored, variables)
+            for variable in map(distributed_of, variables)
             if isinstance(variable, ShardedVariable) and variable.owner is not None
         ]
         wholes = self.reducer.reshard(
@@ -409,10 +409,6 @@ def host_of(device: str) -> str:
 
 def _assign(own: Any, value: tf.Tensor) -> None:
     own.assign(value, read_value=False)
-
-
-def _stored(variable: Any) -> Any:
-    return variable.value if isinstance(variable, keras.Variable) else variable
 
 
 class ShardView:

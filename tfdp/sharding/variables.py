@@ -21,7 +21,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
@@ -299,15 +298,6 @@ class ShardUpdatedVariable(InShards, ReplicaMirroredVariable):
     ) -> Any:
         extended = self.distribute_strategy.extended
         return extended.update_whole(self, update_fn, value, kwargs)
-
-
-def shard_kind(variable: Any) -> type | None:
-    """The sharded class of `variable`; None: replicas update the whole."""
-    value = variable.value if isinstance(variable, keras.Variable) else variable
-    for kind in (ShardedVariable, ShardUpdatedVariable):
-        if isinstance(value, kind):
-            return kind
-    return None
 
 
 # A SavedModel holds one whole variable for a sharded one. While TensorFlow writes the

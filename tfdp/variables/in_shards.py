@@ -12,7 +12,7 @@ from tfdp.plan.shards import OwnedLayout, ShardLayout
 
 
 class InShards:
-    """The base of their classes; an optimizer may update one whole, on one replica."""
+    """Base of variables in shards; an optimizer may give one a single owner."""
 
     #: Whether replicas store shards; else each updates its shard of a whole copy.
     is_stored_in_shards = False
@@ -31,16 +31,17 @@ class InShards:
 
 def is_in_shards(variable: Any) -> bool:
     """Whether replicas store, or update, shards of `variable`."""
-    return isinstance(_stored(variable), InShards)
+    return isinstance(distributed_of(variable), InShards)
 
 
 def is_stored_in_shards(variable: Any) -> bool:
     """Whether each replica stores a shard of `variable` only."""
-    value = _stored(variable)
+    value = distributed_of(variable)
     return isinstance(value, InShards) and value.is_stored_in_shards
 
 
-def _stored(variable: Any) -> Any:
+def distributed_of(variable: Any) -> Any:
+    """The distributed variable of a Keras variable; of others the variable itself."""
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
