@@ -14,11 +14,7 @@ from tfdp._private.optimizer_hooks import (
     variable_index,
     variables_built_with,
 )
-from tfdp.chain.reduction import (
-    Reduction,
-    Stage,
-    scale_when_summed,
-)
+from tfdp.chain.reduction import Reduction, Stage, scale_when_summed
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.compressed import CompressedSums, Kept, are_finite
 from tfdp.plan.exclusions import variable_path

@@ -359,7 +359,7 @@ class ElasticHosts:
         wait_for_late_hosts(group, give)
 
     def _look_for_worker_0(self) -> None:
-        """Looks for a restarted worker 0 while this host leads without it."""
+        """Looks for a restarted worker 0 as long as this host leads in its place."""
         group = self._group
         while not self._ended.wait(LOOK_SECONDS):
             with group.changed:

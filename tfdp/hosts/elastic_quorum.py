@@ -204,7 +204,7 @@ class QuorumRounds:
         return rounds, float(part)
 
     def joined(self, leader: int) -> None:
-        """Notes that this host has the state of `leader`, which leads on."""
+        """Notes that this host has the state of `leader`, which stays the leader."""
         with self._group.changed:
             self._named_leader = leader
             self._kept.clear()

@@ -139,8 +139,8 @@ class Analysis:
                     if there.has(tensor.op):
                         continue
                     if (id(there), tensor.op.name) in waiting:
-                        # What was stated of it leads back to it, as of the tensors of
-                        # a tf.autodiff.ForwardAccumulator.
+                        # A statement about the tensor refers to the tensor itself,
+                        # as a tf.autodiff.ForwardAccumulator makes them.
                         _give_up(there, tensor.op)
                     else:
                         needed.append((there, tensor.op, None))

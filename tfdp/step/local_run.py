@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 from keras.optimizers import Optimizer
@@ -13,9 +13,6 @@ from tfdp.errors import ConfigurationError
 from tfdp.step.find_optimizers import optimizers_with_sync
 from tfdp.tracing.keras_steps import name_of_step
 from tfdp.tracing.run import Step
-
-if TYPE_CHECKING:
-    pass
 
 Groups = tuple[tuple[int, ...], ...]
 

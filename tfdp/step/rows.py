@@ -91,9 +91,9 @@ def _apply(
     built_with = trainable_variables or variables_built_with(optimizer)
     variables = list(built_with or [None] * len(own))
     for place, (gradient, variable) in enumerate(zip(own, variables, strict=True)):
-        # Gradients of sharded variables were reduced already, without dummy rows.
         if gradient is None or run.is_own_gradient(rank, gradient):
             continue
+        # Shards of sums were reduced already, without dummy rows.
         if variable is not None and is_shard_of_sum(variable, rank, gradient):
             continue
         # Accumulators of the step hold gradients of earlier, real rows; and what it has

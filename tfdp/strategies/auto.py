@@ -123,10 +123,8 @@ def auto_strategy(
         "balance": balance,
     }
     options = {name: v for name, v in given.items() if not _is_default(name, v)}
-    for name, number in (
-        ("cpu_devices", cpu_devices),
-        ("devices_per_host", devices_per_host),
-    ):
+    counts = {"cpu_devices": cpu_devices, "devices_per_host": devices_per_host}
+    for name, number in counts.items():
         if number is not None and not is_whole(number, least=1):
             raise ConfigurationError(
                 f"{name} must be an int of at least 1, or None. Received: {number!r}."
@@ -143,13 +141,7 @@ def auto_strategy(
         idle["balance"] = "there are no other hosts to share a batch with"
     tpu = find_tpu()
     if tpu is not None:
-        from tfdp.strategies.tpu import TPUDataParallelStrategy
-
-        _refuse(options, ON_A_TPU, "a TPU")
-        options["communication"] = _without_bounds(rest)
-        on_tpu = TPUDataParallelStrategy(tpu.address, **options)
-        on_tpu.idle_options = IdleOptions("a TPU", idle)
-        return on_tpu
+        return _on_tpu(tpu.address, options, rest, idle)
     _refuse(options, ON_ONE_HOST, "one host")
     # All replicas are on this host, so both groups of shards are equal.
     sharding = sharding_of(
@@ -162,6 +154,18 @@ def auto_strategy(
     options["communication"] = rest
     strategy = DataParallelStrategy(devices, **options)
     strategy.idle_options = IdleOptions("one host", idle)
+    return strategy
+
+
+def _on_tpu(
+    address: Any, options: dict[str, Any], rest: Communication, idle: dict[str, str]
+) -> TPUDataParallelStrategy:
+    from tfdp.strategies.tpu import TPUDataParallelStrategy
+
+    _refuse(options, ON_A_TPU, "a TPU")
+    options["communication"] = _without_bounds(rest)
+    strategy = TPUDataParallelStrategy(address, **options)
+    strategy.idle_options = IdleOptions("a TPU", idle)
     return strategy
 
 

@@ -165,23 +165,20 @@ class DataParallelExtended(ReplicaExtended, names.MirroredExtended):
 
 def _to_reduce(run: Step, rank: Any, reduce_op: Any, value: Any) -> Any:
     """A replica's input to a user's reduction, without dummy rows."""
+    shards: Any = None
     if run.trace(rank).shard_gradients:
-        from tfdp.chain.shards import refuse_sum_of_shards
+        from tfdp.chain import shards
 
-        refuse_sum_of_shards(run, rank, value)
+        shards.refuse_sum_of_shards(run, rank, value)
     if reduce_op != tf.distribute.ReduceOp.SUM:
         return value
-    return tf.nest.map_structure(lambda part: _part_to_sum(run, rank, part), value)
 
+    def part_to_sum(part: Any) -> Any:
+        if shards is not None and shards.depends_on_shards(run, rank, part):
+            return part  # it has no dummy rows
+        return run.parts_to_sum(rank, part)
 
-def _part_to_sum(run: Step, rank: Any, part: Any) -> Any:
-    """`part` without dummy rows; what depends on sharded gradients has none."""
-    if run.trace(rank).shard_gradients:
-        from tfdp.chain.shards import depends_on_shards
-
-        if depends_on_shards(run, rank, part):
-            return part
-    return run.parts_to_sum(rank, part)
+    return tf.nest.map_structure(part_to_sum, value)
 
 
 def _parts_to_reduce(run: Step, reduce_op: Any, value: Any) -> Any:
