@@ -127,7 +127,9 @@ def quiet_end(hosts: int) -> Callable[[int, str], bool]:
     )
 
 
-def run(folder: Path, row: Row, arguments: tuple[str, ...]) -> tuple[int, str]:
+def run(
+    folder: Path, row: Row, arguments: tuple[str, ...], saved: Path
+) -> tuple[int, str]:
     """The exit code, 124 where it did not end, and what the program printed."""
     script = str(folder / f"{row.program}.py")
     command = [sys.executable, script, *arguments]
@@ -135,9 +137,9 @@ def run(folder: Path, row: Row, arguments: tuple[str, ...]) -> tuple[int, str]:
         launch = [str(SCRIPTS / "tfdp"), "launch", "--workers", str(row.workers)]
         command = [*launch, script, *arguments]
     elif row.is_checked:  # which passes no arguments on
-        with tempfile.NamedTemporaryFile("w", suffix=".py", delete=False) as file:
-            file.write(WITH_ARGUMENTS.format(arguments=[script, *arguments]))
-        command = [str(SCRIPTS / "tfdp"), "check", file.name]
+        passes_on = saved / "with_arguments.py"
+        passes_on.write_text(WITH_ARGUMENTS.format(arguments=[script, *arguments]))
+        command = [str(SCRIPTS / "tfdp"), "check", str(passes_on)]
     environment = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"} | row.variables
     try:
         done = subprocess.run(
@@ -153,12 +155,12 @@ def run(folder: Path, row: Row, arguments: tuple[str, ...]) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def is_right(folder: Path, row: Row) -> tuple[bool, str]:
-    code, output = run(folder, row, row.arguments)
+def is_right(folder: Path, row: Row, saved: Path) -> tuple[bool, str]:
+    code, output = run(folder, row, row.arguments, saved)
     last = (output.strip().splitlines() or [""])[-1]
     if row.right is not None:
         return row.right(code, output), last
-    _, one = run(folder, row, ("one",))
+    _, one = run(folder, row, ("one",), saved)
     expected = (one.strip().splitlines() or [""])[-1]
     return code == 0 and last == expected and not TOLD.search(output), last
 
@@ -173,7 +175,7 @@ def main(folder: str, word: str = "") -> int:
                 print(f"missing        {row.title}", flush=True)
                 continue
             began = time.monotonic()
-            right, last = is_right(Path(folder), row)
+            right, last = is_right(Path(folder), row, Path(saved))
             wrong += not right
             state = "right" if right else "WRONG"
             print(f"{state} {time.monotonic() - began:6.1f} s {row.title}", flush=True)

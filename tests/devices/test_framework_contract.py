@@ -14,7 +14,9 @@ from keras.src.trainers import compile_utils
 from tensorflow.python.autograph.impl import conversion
 
 from tests.support.parity import make_strategy
+from tfdp._private.names import is_in_vectorized_loop
 from tfdp._private.optimizer_hooks import CLIPPING
+from tfdp._private.step_ops import order_of
 from tfdp.seams import table
 from tfdp.step.losses import ReplicaLosses
 
@@ -90,3 +92,28 @@ def test_autograph_leaves_library_code_as_it_is():
     for function in (ReplicaLosses.scaled_mean, keras_loss.reduce_weighted_values, run):
         assert conversion.is_allowlisted(function)
     assert not conversion.is_allowlisted(make_strategy)
+
+
+def test_ops_of_a_vectorized_loop_are_known_by_their_names():
+    """Else an exchange in one would wait for ever."""
+    found = []
+
+    def note(x):
+        found.append(is_in_vectorized_loop())
+        return x
+
+    @tf.function
+    def of_map(x):
+        note(x)
+        return tf.vectorized_map(note, x)
+
+    of_map(tf.ones([3]))
+    assert found == [False, True]
+
+
+def test_later_ops_have_greater_numbers():
+    with tf.Graph().as_default() as graph:
+        one = tf.identity(tf.constant(1.0))
+        tf.add(one, one)
+        ops = graph.get_operations()
+    assert [order_of(op) for op in ops] == sorted({order_of(op) for op in ops})

@@ -35,6 +35,18 @@ def steps_made(folder, rank):
     return len(path.read_text()) if path.exists() else 0
 
 
+def ended_by_signals(workers, ranks, folder):
+    """The outputs of workers of which these get SIGTERM, and then may go on."""
+    for rank in ranks:
+        workers.processes[rank].send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    (folder / "go").touch()
+    outputs = workers.outputs()
+    codes = [process.returncode for process in workers.processes]
+    assert codes == [START_AGAIN, START_AGAIN], outputs
+    return outputs
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [0, 1, 3])
 @pytest.mark.parametrize("steps", [(7, 2), (2, 5)])
@@ -74,13 +86,7 @@ def test_a_signal_saves_after_the_slow_hosts_current_step(tmp_path, plan):
         ahead = before + steps[fast]
         wait_until(lambda: steps_made(tmp_path, fast) == ahead, "the fast worker")
         reached = {"all": (0, 1), "fast": (fast,), "slow": (slow,)}[whom]
-        for rank in reached:
-            workers.processes[rank].send_signal(signal.SIGTERM)
-        time.sleep(0.5)
-        (tmp_path / "go").touch()
-        outputs = workers.outputs()
-        codes = [process.returncode for process in workers.processes]
-    assert codes == [START_AGAIN, START_AGAIN], outputs
+        outputs = ended_by_signals(workers, reached, tmp_path)
     assert steps_made(tmp_path, slow) == at + 1, outputs
     assert list((tmp_path / "saved").glob("step-*/manifest.json")), outputs
     with Workers(2, MODULE, tmp_path, *words) as workers:
@@ -97,13 +103,7 @@ def test_a_signal_in_an_evaluation_saves_after_the_next_step(tmp_path, steps, wh
     words = "validated", ",".join(map(str, steps)), 1, "looks", 0
     with Workers(2, MODULE, tmp_path, *words) as workers:
         wait_until((tmp_path / "waits.1").exists, "the evaluation")
-        for rank in whom:
-            workers.processes[rank].send_signal(signal.SIGTERM)
-        time.sleep(0.5)
-        (tmp_path / "go").touch()
-        outputs = workers.outputs()
-        codes = [process.returncode for process in workers.processes]
-    assert codes == [START_AGAIN, START_AGAIN], outputs
+        outputs = ended_by_signals(workers, whom, tmp_path)
     made = [steps_made(tmp_path, rank) for rank in (0, 1)]
     assert all(n >= one for n, one in zip(made, steps, strict=True)), outputs
     assert sum(made) < EPOCHS * sum(steps), outputs

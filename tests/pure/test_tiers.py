@@ -8,7 +8,7 @@ import unittest.mock
 
 import pytest
 
-from tests import conftest
+from tests import conftest, planted_faults
 from tests.all_rows import Piece, Total, all_pieces
 from tests.support import affected, tiers
 from tests.support.package_source import REPOSITORY
@@ -308,3 +308,7 @@ def test_every_function_marked_quick_has_a_row_in_make_quick():
         rows = [row for row in seconds if row.partition("[")[0] == function]
         worth = dict.fromkeys(rows, tiers.TOUR_SECONDS)
         assert rows_that_fit(rows, seconds, worth) or not rows, function
+
+
+def test_the_planted_faults_fit_their_files():
+    assert [fault.file for fault in planted_faults.FAULTS if not fault.fits()] == []
