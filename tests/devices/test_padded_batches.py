@@ -28,7 +28,7 @@ from tests.support.package_source import REPOSITORY
 from tests.support.parity import classification_data, dense_model, train
 from tests.support.tpu_stand_in import StandInStrategy
 from tfdp.data.padding import global_batch_rows, is_of_one_size, pad_parts
-from tfdp.errors import ConfigurationError, DataError
+from tfdp.errors import ConfigurationError, DataError, LocalMeanWarning
 
 
 def padding_mirrored(replicas, pad_batches=True):
@@ -377,6 +377,28 @@ def test_a_step_of_ones_own_that_asks_for_the_loss_is_exact():
 def test_a_step_of_ones_own_that_does_not_is_refused():
     with pytest.raises(ConfigurationError, match="compute_loss"):
         fit_own_loss(StandInStrategy(2), False)
+
+
+def test_a_loss_of_ones_own_is_followed_in_the_program_of_all_replicas():
+    class ByHand(OwnLoss):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                per_row = keras.losses.sparse_categorical_crossentropy(
+                    y, self(x, training=True), from_logits=True
+                )
+                loss = tf.reduce_mean(per_row)
+            variables = self.trainable_variables
+            self.optimizer.apply(tape.gradient(loss, variables), variables)
+            return {"loss": tfdp.losses.local_mean(loss)}
+
+    x, y = classification_data(samples=16)
+    batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(8, drop_remainder=True)
+    with StandInStrategy(2).scope():
+        model = ByHand(True)
+        model.compile(keras.optimizers.SGD(0.1), jit_compile=False)
+    with pytest.warns(LocalMeanWarning, match="a mean over the replica.s rows"):
+        model.fit(batches, verbose=0)
 
 
 def test_losses_that_layers_add_are_refused():

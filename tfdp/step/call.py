@@ -188,7 +188,7 @@ class StepCall:
         if tf.executing_eagerly():
             return recorded(step, run)
         if self._is_compiled:
-            return step
+            return self._noting_its_batch(step)
         batch_is_there = when_batch_is_there(self.arguments)
         step = with_synchronized_buffers(step, run)
 
@@ -200,6 +200,18 @@ class StepCall:
                 return step(*args, **kwargs)
 
         return step_of_replica
+
+    def _noting_its_batch(self, step: Callable) -> Callable:
+        args, kwargs = self.arguments
+        given = args, kwargs or {}
+
+        @library_code
+        @functools.wraps(step)
+        def step_of_all(*args: Any, **kwargs: Any) -> Any:
+            self.run.note_batch_within(given, (args, kwargs))
+            return step(*args, **kwargs)
+
+        return step_of_all
 
     def _overrides(
         self,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from tfdp._private.names import current_rank
+from tfdp._private.names import PerReplica, current_rank
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.ordering import current_exchange_name
 from tfdp.lint.findings import Findings
@@ -186,6 +186,17 @@ class Step:
             # The inner values of ragged and sparse tensors have other rows.
             own = [parts[trace.rank] for parts in batch]
             trace.batch = [part for part in own if isinstance(part, tf.Tensor)]
+
+    def note_batch_within(self, given: Any, arguments: Any) -> None:
+        """Stores the tensors through which one program of all replicas gets the batch
+        `given` to the call: the analysis cannot look through its inputs."""
+        pairs = zip(tf.nest.flatten(given), tf.nest.flatten(arguments), strict=True)
+        self.here.batch = [
+            part
+            for value, part in pairs
+            if self.replicas == 1 or isinstance(value, PerReplica)
+            if isinstance(part, tf.Tensor)
+        ]
 
     @property
     def here(self) -> Trace:
