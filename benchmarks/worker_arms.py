@@ -118,7 +118,7 @@ def make_gradient_sums(
 
     from tfdp._private.names import current_rank
     from tfdp.chain.stages import reduce_gradients
-    from tfdp.tracing.run import Step
+    from tfdp.tracing.step import Step
 
     with strategy.scope():
         weights = [keras.Variable(tf.zeros(shape)) for shape in shapes]

@@ -19,7 +19,7 @@ from tfdp.lint.registry import register
 from tfdp.lint.values import ROW_SOURCE
 from tfdp.tracing.loss_checks import count_power, is_share, warn_about_loss
 from tfdp.tracing.loss_shares import Standing
-from tfdp.tracing.run import current_run
+from tfdp.tracing.step import current_step
 
 __all__ = ["all_rows", "all_sum", "local_mean", "local_sum", "own_rows"]
 
@@ -217,7 +217,7 @@ def own_rows(values: Any, like: Any) -> Any:
 
 def _has_rows() -> Any:
     """Whether this replica has rows of its own, and no dummy row; maybe a tensor."""
-    found = current_run()
+    found = current_step()
     return True if found is None else found[0].here.rows.present
 
 
@@ -318,19 +318,19 @@ def local_mean(loss: tf.Tensor) -> tf.Tensor:
             return {"loss": loss}
     ```
     """
-    found = current_run()
+    found = current_step()
     if found is None:
         return loss
-    run, rank = found
+    step, rank = found
     loss = _as_tensor("local_mean", loss)
-    shares = _shares(run, rank)
-    share = run.share_in_group(rank)
-    power, is_of_rows = count_power(run, rank, loss)
+    shares = _shares(step, rank)
+    share = step.share_in_group(rank)
+    power, is_of_rows = count_power(step, rank, loss)
     is_scaled = is_share(shares, loss, "local_mean") or is_of_rows
     if is_scaled and not power:
         return loss
     if not is_scaled:
-        warn_about_loss(run, rank, loss)
+        warn_about_loss(step, rank, loss)
     # A loss that is proportional to n_r^p shall be so to n^p.
     exponent = (0 if is_scaled else 1) - power
     if exponent < 0:
@@ -353,12 +353,12 @@ def local_sum(loss: tf.Tensor) -> tf.Tensor:
     Raises:
       ConfigurationError: as `local_mean`.
     """
-    found = current_run()
+    found = current_step()
     if found is None:
         return loss
-    run, rank = found
+    step, rank = found
     loss = _as_tensor("local_sum", loss)
-    shares = _shares(run, rank)
+    shares = _shares(step, rank)
     if shares.standing_of(loss) is Standing.SHARE:
         return loss
     return loss * shares.factor(1.0, loss.dtype)
@@ -378,13 +378,13 @@ def _as_tensor(function: str, loss: Any) -> tf.Tensor:
     return found
 
 
-def _shares(run: Any, rank: Any) -> Any:
+def _shares(step: Any, rank: Any) -> Any:
     """The losses that a replica has scaled so far; refuses padded batches."""
-    if run.trace(rank).rows.is_padded:
+    if step.trace(rank).rows.is_padded:
         raise ConfigurationError(
             "This batch was padded to a fixed size, and a custom loss counts the "
             "padding. Use self.compute_loss(x=x, y=y, y_pred=y_pred), which leaves it "
             "out, or batches of one size (drop_remainder=True)."
         )
-    run.has_scaled_losses = True
-    return run.trace(rank).shares
+    step.has_scaled_losses = True
+    return step.trace(rank).shares

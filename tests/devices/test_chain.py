@@ -49,7 +49,7 @@ from tfdp.sharding.variables import ShardedVariable, ShardUpdatedVariable
 from tfdp.step.backup_rounds import BackupRounds
 from tfdp.tracing.rows import Batch
 from tfdp.tracing.rows import Rows as TraceRows
-from tfdp.tracing.run import Step
+from tfdp.tracing.step import Step
 
 # Each replica has other gradients: of a matrix and of a vector.
 GRADIENTS = [

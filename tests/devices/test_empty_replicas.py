@@ -16,7 +16,7 @@ from tests.support.parity import make_strategy
 from tfdp.errors import DeviceWarning
 from tfdp.strategies.idle_replicas import idle_ranks
 from tfdp.tracing.rows import Rows
-from tfdp.tracing.run import Step
+from tfdp.tracing.step import Step
 
 ROWS = 9
 BATCH = 8

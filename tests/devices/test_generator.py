@@ -41,7 +41,7 @@ def test_a_program_that_is_right():
 @pytest.mark.parametrize("fault", ["equal_shares", "a_replica_dropped", "not_a_number"])
 def test_a_planted_fault(fault, monkeypatch):
     from tfdp.exchange import send_receive
-    from tfdp.tracing.run import Step
+    from tfdp.tracing.step import Step
 
     monkeypatch.setattr(Step, "share_of", Step.share_of)
     monkeypatch.setattr(send_receive, "sum_in_order", send_receive.sum_in_order)

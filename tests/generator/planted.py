@@ -10,7 +10,7 @@ import tensorflow as tf
 
 def equal_shares():
     """Every replica's loss counts alike, however many rows it has."""
-    from tfdp.tracing.run import Step
+    from tfdp.tracing.step import Step
 
     Step.share_of = lambda run, rank: tf.constant(1.0 / run.replicas)
 

@@ -107,7 +107,7 @@ def reading_ended() -> contextlib.AbstractContextManager[None]:
 
 def is_of_replicas(strategy: Any) -> bool:
     """Whether a strategy is one of tfdp, which traces its replicas itself."""
-    return hasattr(strategy.extended, "current_run")
+    return hasattr(strategy.extended, "current_step")
 
 
 def loop_of_caller() -> Any:

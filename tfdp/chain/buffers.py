@@ -10,8 +10,8 @@ import tensorflow as tf
 from tfdp._private.names import graphs_inside, is_branch_graph, own_copy
 from tfdp.chain.reduction import Reduction, Stage
 from tfdp.lint.registry import note_stored
-from tfdp.tracing.run import Step
 from tfdp.tracing.state_checks import handles_of, linear_sources
+from tfdp.tracing.step import Step
 
 
 class Buffers(Stage):
@@ -21,44 +21,44 @@ class Buffers(Stage):
         self._state = list(state)
 
     def before(self, reduction: Reduction) -> None:
-        run, rank = reduction.run, reduction.rank
+        step, rank = reduction.step, reduction.rank
         if not tf.executing_eagerly():
             # A variable that a gradient is linear in is the program's own accumulator:
             # its copies are parts of a sum, not means over rows.
             handles = handles_of(self._state, rank)
-            run.own_sums |= linear_sources(run, rank, reduction.gradients, handles)
-            state = [one for one in self._state if id(one) not in run.own_sums]
-            self._state = _stored_in_this_branch(state, run, rank)
-        reduction.riders += weighted_state(self._state, run, rank)
+            step.own_sums |= linear_sources(step, rank, reduction.gradients, handles)
+            state = [one for one in self._state if id(one) not in step.own_sums]
+            self._state = _stored_in_this_branch(state, step, rank)
+        reduction.riders += weighted_state(self._state, step, rank)
 
     def after(self, reduction: Reduction) -> None:
         means = reduction.take_riders(len(self._state))
         # Not by `assign`, which would reduce again.
-        store_state(self._state, means, reduction.run, reduction.rank)
+        store_state(self._state, means, reduction.step, reduction.rank)
 
 
-def _stored_in_this_branch(state: list[Any], run: Step, rank: Any) -> list[Any]:
+def _stored_in_this_branch(state: list[Any], step: Step, rank: Any) -> list[Any]:
     """Drops buffers that every step writes when only every k-th step updates: their
     mean must not use the last step's row counts."""
-    if not run.synchronizes_at_end:
+    if not step.synchronizes_at_end:
         return state
     around = graphs_inside(None)
     outside = {
         one
-        for one, graph in run.stored_graphs(rank).items()
+        for one, graph in step.stored_graphs(rank).items()
         # A called function does not count: what surrounds it, such as a loop of steps
         # and its conditionals, surrounds the update as well.
         if any(each is graph for each in around)
         and any(map(is_branch_graph, graphs_inside(graph)))
     }
-    run.return_local_state(rank, (one for one in state if id(one) in outside))
+    step.return_local_state(rank, (one for one in state if id(one) in outside))
     return [variable for variable in state if id(variable) not in outside]
 
 
-def weighted_state(state: Sequence[Any], run: Step, rank: Any) -> list[tf.Tensor]:
+def weighted_state(state: Sequence[Any], step: Step, rank: Any) -> list[tf.Tensor]:
     """This replica's addends to means over samples; 0 if it has no sample."""
     return [
-        addend(own_copy(variable, rank).read_value(), run.share_of(rank))
+        addend(own_copy(variable, rank).read_value(), step.share_of(rank))
         for variable in state
     ]
 
@@ -71,7 +71,7 @@ def addend(value: tf.Tensor, share: tf.Tensor) -> tf.Tensor:
 
 
 def store_state(
-    state: Sequence[Any], means: Sequence[tf.Tensor], run: Step, rank: Any
+    state: Sequence[Any], means: Sequence[tf.Tensor], step: Step, rank: Any
 ) -> None:
     """Stores the means in the calling replica's copies; `assign` would reduce again."""
     for variable, value in zip(state, means, strict=True):

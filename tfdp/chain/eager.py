@@ -8,15 +8,15 @@ import tensorflow as tf
 
 from tfdp.chain.table_rows import as_requested
 from tfdp.exchange.packing import Tensors
-from tfdp.tracing.run import Step
+from tfdp.tracing.step import Step
 from tfdp.tracing.trace_order import describe_sum
 
 
 class EagerReducer:
     """Sums by TensorFlow's own means: each replica stops until all have come."""
 
-    def __init__(self, run: Step):
-        self._order = run.eager_order
+    def __init__(self, step: Step):
+        self._order = step.eager_order
 
     def sum_gradients(
         self, gradients: Tensors, riders: Tensors, rank: Any, **options: bool

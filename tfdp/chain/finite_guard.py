@@ -34,7 +34,7 @@ from tfdp.chain.reduction import Reduction, Stage, scale_when_summed
 from tfdp.exchange.compressed import are_finite
 from tfdp.exchange.reducer import Reducer
 from tfdp.tracing.rows import find_padded
-from tfdp.tracing.run import Step, current_run
+from tfdp.tracing.step import Step, current_step
 from tfdp.variables.mirrored import is_seed_state
 
 
@@ -115,7 +115,7 @@ class FiniteGuard(Stage):
     def note_loss(self, loss: Any) -> None:
         rank = current_rank()
         is_bad = tf.logical_not(are_finite([tf.convert_to_tensor(loss)]))
-        found = current_run()
+        found = current_step()
         if found is not None:
             is_bad = found[0].own_part(rank, is_bad)
         notes = self.notes[rank]
@@ -123,7 +123,7 @@ class FiniteGuard(Stage):
             notes.bad_loss.assign(notes.bad_loss.read_value() | is_bad)
 
     def may_update(
-        self, optimizer: Any, gradients: Sequence[Any], run: Step, rank: int
+        self, optimizer: Any, gradients: Sequence[Any], step: Step, rank: int
     ) -> tf.Tensor:
         """Whether all is finite on all replicas that step together; equal on them."""
         notes = self.notes[rank]
@@ -133,8 +133,8 @@ class FiniteGuard(Stage):
             scale = tf.convert_to_tensor(scale_when_summed(optimizer), tf.float32)
             is_bad = is_bad & (scale <= 1.0)
         mine = tf.cast(is_bad | notes.bad_loss.read_value(), tf.float32)
-        if run.is_local:
-            alone = run.group_size == 1
+        if step.is_local:
+            alone = step.group_size == 1
             total = mine if alone else self._reducer.sum_within(mine, rank)
         else:
             (total,) = self._reducer.all_reduce([mine], rank, mean=False)
@@ -147,7 +147,7 @@ class FiniteGuard(Stage):
     def around(self, reduction: Reduction, update: Callable[[], Any]) -> None:
         """Updates unless something is not finite in the reduced gradients, or in the
         replica's own if they are reduced later."""
-        optimizer, run, rank = reduction.optimizer, reduction.run, reduction.rank
+        optimizer, step, rank = reduction.optimizer, reduction.step, reduction.rank
         notes = self.notes[rank]
         # If this update is skipped, the previous one is undone, too.
         notes.take_updated()
@@ -163,7 +163,7 @@ class FiniteGuard(Stage):
             return notes.put_back()
 
         before = self.values_before(optimizer, rank)
-        is_good = self.may_update(optimizer, reduction.gradients, run, rank)
+        is_good = self.may_update(optimizer, reduction.gradients, step, rank)
         # Restored now and at the end: an outer step may synchronize buffers in this
         # step, and metrics are updated after the weights.
         tf.cond(is_good, updated, left_out)

@@ -53,10 +53,10 @@ class GroupState(Stage):
         self._state = state
 
     def before(self, reduction: Reduction) -> None:
-        run, rank = reduction.run, reduction.rank
+        step, rank = reduction.step, reduction.rank
         # In a group without rows all replicas have kept the same old value.
-        total, even = run.total_in_group(rank), run.even_share
-        share = tf.where(total > 0, run.share_in_group(rank), even)
+        total, even = step.total_in_group(rank), 1.0 / step.group_size
+        share = tf.where(total > 0, step.share_in_group(rank), even)
         reduction.riders += self._addends(share, rank)
 
     def _addends(self, share: tf.Tensor, rank: int) -> list[tf.Tensor]:
@@ -84,11 +84,11 @@ class AllGroups(GroupState):
         self._weight, self._reducer = weight, reducer
 
     def before(self, reduction: Reduction) -> None:
-        run, rank = reduction.run, reduction.rank
-        rows = tf.cast(run.count_of(rank), tf.float32)
+        step, rank = reduction.step, reduction.rank
+        rows = tf.cast(step.count_of(rank), tf.float32)
         group_weight = tf.ones([]) if self._weight is None else self._weight
         # Each replica of a group adds the group's weight.
-        counts = [group_weight / run.group_size, rows]
+        counts = [group_weight / step.group_size, rows]
         all_weights, all_rows = self._reducer.all_reduce(counts, rank, mean=False)
         if self._weight is not None:
             # Scaled before the sum, so that a 16-bit wire format does not overflow.

@@ -9,8 +9,8 @@ class MissingRows(Stage):
     """Adds zeros for such a replica, for an optimizer without overrides."""
 
     def before(self, reduction: Reduction) -> None:
-        run, rank = reduction.run, reduction.rank
+        step, rank = reduction.step, reduction.rank
         reduction.gradients[:] = [
-            one if one is None else run.parts_to_sum(rank, one)
+            one if one is None else step.parts_to_sum(rank, one)
             for one in reduction.gradients
         ]

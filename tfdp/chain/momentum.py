@@ -68,7 +68,7 @@ def momentum_stages(reduction: Reduction, reducer: Reducer) -> list[Stage]:
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     own_method = inner.momentum_compression
     _refuse_here(inner, strategy, reducer)
-    reduction.run.sent_momentum.add(id(inner))
+    reduction.step.sent_momentum.add(id(inner))
     compressed = reducer.compressed_by(own_method.method, own_method.across)
     _refuse_place(inner, strategy, own_method, compressed)
     places = places_taken(compressed, reduction)

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfdp._private.names import make_note
 from tfdp.chain.reduction import Reduction, Stage, scale_when_summed
 from tfdp.errors import ConfigurationError
-from tfdp.tracing.run import Step
+from tfdp.tracing.step import Step
 
 
 class NormsOfStep(NamedTuple):
@@ -58,15 +58,15 @@ class NoiseProbe(Stage):
         return any(id(variable) in own for variable in variables)
 
     def before(self, reduction: Reduction) -> None:
-        run, rank = reduction.run, reduction.rank
-        self._refuse_second(run, rank)
-        total = run.total_of(rank)
+        step, rank = reduction.step, reduction.rank
+        self._refuse_second(step, rank)
+        total = step.total_of(rank)
         if total is None:
             raise ConfigurationError(
                 "GradientNoiseScale needs the number of rows of each replica, and this "
                 "step was given no batch."
             )
-        own = tf.cast(run.count_of(rank), tf.float32)
+        own = tf.cast(step.count_of(rank), tf.float32)
         norm = squared_norm(reduction.gradients, self._inverse_scale())
         share = norm * tf.math.divide_no_nan(tf.cast(total, tf.float32), own)
         # A replica without rows may have computed on a dummy row.
@@ -74,11 +74,11 @@ class NoiseProbe(Stage):
         reduction.riders.append(tf.stack([share, tf.cast(own > 0, tf.float32)]))
 
     def after(self, reduction: Reduction) -> None:
-        run, rank = reduction.run, reduction.rank
+        step, rank = reduction.step, reduction.rank
         [sums] = reduction.take_riders(1)
         reduction.will_store([self._notes[rank], self._counts[rank]])
         big = squared_norm(reduction.gradients, self._inverse_scale())
-        rows = tf.cast(run.total_of(rank), tf.float32)
+        rows = tf.cast(step.total_of(rank), tf.float32)
         note, count = self._notes[rank], self._counts[rank]
         with tf.device("CPU:0"):
             place = tf.convert_to_tensor(count) % note.shape[0]
@@ -99,9 +99,9 @@ class NoiseProbe(Stage):
         scale = scale_when_summed(self._optimizer)
         return None if scale is None else 1.0 / tf.cast(scale, tf.float32)
 
-    def _refuse_second(self, run: Step, rank: int) -> None:
-        if self._last is None or self._last[0] is not run:
-            self._last = run, set()
+    def _refuse_second(self, step: Step, rank: int) -> None:
+        if self._last is None or self._last[0] is not step:
+            self._last = step, set()
         if rank in self._last[1]:
             raise ConfigurationError(
                 "GradientNoiseScale found two sums of gradients in one step (two "

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from tfdp.tracing.run import Step
+from tfdp.tracing.step import Step
 
 
 class GradientReducer(Protocol):
@@ -45,14 +45,14 @@ class Reduction:
       gradients: the replica's parts; after the exchange the sums. The exchange leaves
         out those that are None: unused variables, and what a stage has taken out.
       variables: those of the gradients.
-      run: the run in which the replica steps.
+      step: the step in which the replica trains.
       rank: the replica's.
       optimizer: it keeps what stages store from step to step.
     """
 
     gradients: list[Any]
     variables: Sequence[Any]
-    run: Step
+    step: Step
     rank: Any
     optimizer: Any
     #: Small tensors, which travel exactly in the buckets of the gradients.
@@ -76,7 +76,7 @@ class Reduction:
     def will_store(self, copies: Sequence[tf.Variable]) -> None:
         """Lets a `FiniteGuard` restore `copies` if the step is skipped; call before a
         stage stores into them."""
-        guard = self.run.guard
+        guard = self.step.guard
         if guard is not None and guard.is_about(self.variables):
             before = [(copy, copy.read_value()) for copy in copies]
             guard.remember(self.optimizer, self.rank, before)
@@ -118,7 +118,7 @@ class Stage:
 
 def attached_stages(reduction: Reduction) -> list[Stage]:
     """The stages that callbacks have attached to the steps of the model."""
-    return [one for one in reduction.run.stages if one.is_about(reduction.variables)]
+    return [one for one in reduction.step.stages if one.is_about(reduction.variables)]
 
 
 def reduce(

@@ -11,7 +11,7 @@ from tfdp.errors import ConfigurationError
 from tfdp.lint.registry import is_of_graph, key_of
 from tfdp.lint.values import Term
 from tfdp.sharding.updates import ShardUpdates
-from tfdp.tracing.run import Step
+from tfdp.tracing.step import Step
 from tfdp.variables.in_shards import is_in_shards, is_shard_of_sum
 
 WHAT_IT_IS = (
@@ -37,7 +37,7 @@ class Shards(Stage):
         self._sums: dict[int, Any] = {}
 
     def before(self, reduction: Reduction) -> None:
-        run, rank = reduction.run, reduction.rank
+        step, rank = reduction.step, reduction.rank
         scattered: list[int] = []
         reduced: list[int] = []
         for place, variable in enumerate(reduction.variables):
@@ -53,30 +53,32 @@ class Shards(Stage):
         for place in reduced:
             shard = self._sums[place] = reduction.take(place)
             if not tf.executing_eagerly():
-                run.given_shards.append((rank, shard))
+                step.given_shards.append((rank, shard))
 
     def after(self, reduction: Reduction) -> None:
         for place, shard in self._sums.items():
             reduction.gradients[place] = shard
 
 
-def depends_on_shards(run: Step, rank: Any, value: Any) -> bool:
+def depends_on_shards(step: Step, rank: Any, value: Any) -> bool:
     """Whether `value`, in a graph, depends on gradients of sharded weights, and so not
     on the replica's own rows; exchanges excluded."""
-    if not run.trace(rank).shard_gradients or not is_of_graph(value):
+    if not step.trace(rank).shard_gradients or not is_of_graph(value):
         return False
-    return bool(run.analysis(rank).value(value).terms & {Term.SHARD, Term.SHARD_NUMBER})
+    return bool(
+        step.analysis(rank).value(value).terms & {Term.SHARD, Term.SHARD_NUMBER}
+    )
 
 
-def refuse_sum_of_shards(run: Step, rank: Any, values: Any) -> None:
+def refuse_sum_of_shards(step: Step, rank: Any, values: Any) -> None:
     """Refuses an `all_reduce` of gradients of sharded weights, which are reduced."""
-    shards = run.trace(rank).shard_gradients
+    shards = step.trace(rank).shard_gradients
     if not shards:
         return
     for value in tf.nest.flatten(values, expand_composites=True):
         is_part = tf.is_tensor(value) and key_of(value) in shards
         if is_of_graph(value):
-            is_part = Term.SHARD in run.analysis(rank).value(value).terms
+            is_part = Term.SHARD in step.analysis(rank).value(value).terms
         if is_part:
             raise ConfigurationError(
                 f"{WHAT_IT_IS} already: an all_reduce would add parts of different "
@@ -84,10 +86,10 @@ def refuse_sum_of_shards(run: Step, rank: Any, values: Any) -> None:
             )
 
 
-def refuse_own_scaling(run: Step) -> None:
+def refuse_own_scaling(step: Step) -> None:
     """Refuses gradients of sharded weights that were scaled by one replica's parts."""
-    for rank, gradient in run.given_shards:
-        value = run.analysis(rank).value(gradient) if is_of_graph(gradient) else None
+    for rank, gradient in step.given_shards:
+        value = step.analysis(rank).value(gradient) if is_of_graph(gradient) else None
         if value is not None and Term.SHARD_NUMBER in value.terms:
             raise ConfigurationError(
                 f"{WHAT_IT_IS}, and here it is scaled by a number computed from "

@@ -21,13 +21,13 @@ from tfdp.chain.reduction import (
     reduce,
 )
 from tfdp.errors import ConfigurationError
-from tfdp.tracing.run import Step
+from tfdp.tracing.step import Step
 from tfdp.variables.in_shards import is_stored_in_shards
 
 
 def reduce_gradients(
     gradients: Sequence[Any],
-    run: Step,
+    step: Step,
     rank: Any,
     variables: Sequence[Any],
     optimizer: Optimizer,
@@ -46,14 +46,14 @@ def reduce_gradients(
         if is_dense and gradient.shape.num_elements() is None:
             if not is_stored_in_shards(variable):  # else it has a shard's shape
                 gradient.set_shape(variable.shape)  # adds no op
-    reduction = Reduction(list(gradients), variables, run, rank, optimizer)
+    reduction = Reduction(list(gradients), variables, step, rank, optimizer)
     chain = chain_of(reduction)
-    return reduce(reduction, chain, reducer_for(run, optimizer))
+    return reduce(reduction, chain, reducer_for(step, optimizer))
 
 
 def chain_of(reduction: Reduction) -> list[Stage]:
     """The stages of a reduction, the outermost first."""
-    run, rank, optimizer = reduction.run, reduction.rank, reduction.optimizer
+    step, rank, optimizer = reduction.step, reduction.rank, reduction.optimizer
     extended = tf.distribute.get_strategy().extended
     chain: list[Stage] = []
     if getattr(extended, "shards", None) is not None:
@@ -61,11 +61,11 @@ def chain_of(reduction: Reduction) -> list[Stage]:
 
         chain.append(Shards(extended.shards))
     has_rows = any(isinstance(one, tf.IndexedSlices) for one in reduction.gradients)
-    if has_rows and not run.is_of_one:
+    if has_rows and not step.is_of_one:
         from tfdp.chain.table_rows import SameRows
 
         chain.append(SameRows())
-    if run.has_dummy_rows and not run.trace(rank).sums_own_parts:
+    if step.has_dummy_rows and not step.trace(rank).sums_own_parts:
         from tfdp.chain.missing_rows import MissingRows
 
         chain.append(MissingRows())
@@ -73,8 +73,8 @@ def chain_of(reduction: Reduction) -> list[Stage]:
         from tfdp.chain.table_rows import Rows
 
         chain.append(Rows())
-    state = run.take_local_state(rank)
-    if state and not run.is_of_one:  # else the replica's values are the means already
+    state = step.take_local_state(rank)
+    if state and not step.is_of_one:  # else the replica's values are the means already
         from tfdp.chain.buffers import Buffers
 
         chain.append(Buffers(state))
@@ -91,9 +91,9 @@ def chain_of(reduction: Reduction) -> list[Stage]:
     return chain
 
 
-def reducer_for(run: Step, optimizer: Optimizer) -> GradientReducer:
+def reducer_for(step: Step, optimizer: Optimizer) -> GradientReducer:
     """The reducer that sums for all replicas; refuses steps of local training."""
-    if run.is_local:
+    if step.is_local:
         raise ConfigurationError(
             f"The optimizer {optimizer.name!r} has no sync=..., and another one of "
             "this model has: in such a step each replica's loss is the mean over its "
@@ -102,33 +102,33 @@ def reducer_for(run: Step, optimizer: Optimizer) -> GradientReducer:
     if tf.executing_eagerly():
         from tfdp.chain.eager import EagerReducer
 
-        return EagerReducer(run)
+        return EagerReducer(step)
     reducer: GradientReducer = tf.distribute.get_strategy().extended.reducer
     return reducer
 
 
 def sum_exactly(
-    values: Sequence[tf.Tensor], run: Step, rank: Any, optimizer: Optimizer
+    values: Sequence[tf.Tensor], step: Step, rank: Any, optimizer: Optimizer
 ) -> list[tf.Tensor]:
     """The sums of small values over the replicas."""
-    reducer = reducer_for(run, optimizer)
+    reducer = reducer_for(step, optimizer)
     _, sums = reducer.sum_gradients([], values, rank, sum_rows=False, at_once=False)
     return sums
 
 
 def agree_finite(
-    optimizer: Optimizer, gradients: Sequence[Any], run: Step, rank: Any
+    optimizer: Optimizer, gradients: Sequence[Any], step: Step, rank: Any
 ) -> tf.Tensor:
     """Whether the gradients are finite on every replica; equal on all of them."""
     # Sums the number of replicas with others: exact, and needs no other op.
     mine = type(optimizer).check_finite(optimizer, gradients)
     bad = tf.cast(tf.logical_not(mine), tf.float32)
-    [total] = sum_exactly([bad], run, rank, optimizer)
+    [total] = sum_exactly([bad], step, rank, optimizer)
     return total == 0.0
 
 
 def largest_of_replicas(
-    values: Sequence[tf.Tensor], run: Step, rank: Any, optimizer: Optimizer
+    values: Sequence[tf.Tensor], step: Step, rank: Any, optimizer: Optimizer
 ) -> list[tf.Tensor]:
     """The elementwise maximum over replicas of vectors of static length; at least 0."""
     lengths = [value.shape[0] for value in values]
@@ -136,8 +136,8 @@ def largest_of_replicas(
     place = tf.distribute.get_replica_context().replica_id_in_sync_group
     # A sum to which each replica adds its own row, because backends have no maximum.
     # `where`, because infinity times 0 is NaN.
-    own = tf.equal(tf.range(run.replicas), place)[:, None]
+    own = tf.equal(tf.range(step.replicas), place)[:, None]
     rows = tf.where(own, mine[None], tf.zeros_like(mine)[None])
-    [all_rows] = sum_exactly([rows], run, rank, optimizer)
+    [all_rows] = sum_exactly([rows], step, rank, optimizer)
     parts = tf.split(tf.reduce_max(all_rows, axis=0), lengths)
     return [tf.cast(p, value.dtype) for p, value in zip(parts, values, strict=True)]

@@ -126,7 +126,7 @@ class SameRows(Stage):
         self._rows = {
             place: gradient
             for place, gradient in enumerate(reduction.gradients)
-            if has_same_rows(gradient, reduction.run, reduction.rank)
+            if has_same_rows(gradient, reduction.step, reduction.rank)
         }
         for place, gradient in self._rows.items():
             reduction.gradients[place] = tf.convert_to_tensor(gradient.values)
@@ -143,7 +143,7 @@ class Rows(Stage):
 
     def before(self, reduction: Reduction) -> None:
         reduction.sum_rows = sums_repeated_rows(reduction.optimizer)
-        is_alone = reduction.run.is_of_one
+        is_alone = reduction.step.is_of_one
         self._once = [
             place
             for place, gradient in enumerate(reduction.gradients)

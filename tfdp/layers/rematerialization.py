@@ -32,7 +32,7 @@ from tfdp.layers import recompute
 from tfdp.layers.segments import cut_in_segments
 from tfdp.lint.op_kinds import assigns, draws
 from tfdp.seams.replace import replace, restore
-from tfdp.tracing.run import current_run, name_of_gradient
+from tfdp.tracing.step import current_step, name_of_gradient
 from tfdp.variables.global_seed import drawing_globally
 
 LayerOrModel = TypeVar("LayerOrModel", bound=keras.layers.Layer)
@@ -260,7 +260,7 @@ def _operations() -> list[tf.Operation]:
     operation may belong to another replica, which is at another layer by then.
     """
     in_turn = replicas_of(tf.distribute.get_strategy()) > 1
-    if tf.executing_eagerly() or (in_turn and current_run() is None):
+    if tf.executing_eagerly() or (in_turn and current_step() is None):
         return []
     found: list[tf.Operation] = tf.compat.v1.get_default_graph().get_operations()
     return found

@@ -21,7 +21,7 @@ from tfdp.layers.moments import (
     unpack,
 )
 from tfdp.layers.replica_group import ReplicaGroup
-from tfdp.tracing.run import current_run, name_of_gradient
+from tfdp.tracing.step import current_step, name_of_gradient
 
 
 def check_group_size(value: Any) -> int | None:
@@ -201,10 +201,10 @@ def update_moving_statistics(layer: Any, moments: Moments) -> None:
     Without samples they stay unchanged. With batch renormalization the moving deviation
     is averaged, and the moving variance is its square minus epsilon, as in Keras.
     """
-    run = current_run()
+    step = current_step()
     # The strategy averages independent assignments of the replicas along with the
     # gradients. These values are identical already.
-    with run[0].updating() if run else contextlib.nullcontext():
+    with step[0].updating() if step else contextlib.nullcontext():
         _move_all(layer, moments)
 
 

@@ -22,8 +22,8 @@ from tfdp._private.optimizer_hooks import (
 )
 from tfdp.errors import ConfigurationError
 from tfdp.sharding.optimizers import elementwise_of_keras
-from tfdp.step.local_run import groups_across
 from tfdp.step.local_sgd import Rounds
+from tfdp.step.local_step import groups_across
 from tfdp.step.local_training import LocalTraining
 from tfdp.sync.asynchronous import Asynchronous
 from tfdp.sync.backup_workers import BackupWorkers
@@ -31,7 +31,7 @@ from tfdp.sync.diloco import DiLoCo
 from tfdp.sync.late import LateSums
 from tfdp.sync.policy import Policy
 from tfdp.sync.rounds import Sync
-from tfdp.tracing.run import current_run
+from tfdp.tracing.step import current_step
 from tfdp.variables.local_view import LocalView, keep_all_copies
 from tfdp.variables.own_values import OwnSumVariable
 
@@ -246,7 +246,7 @@ def make_own_pace(
 
 def refuse_outside_of_fit(optimizer: keras.optimizers.Optimizer) -> None:
     """Refuses an update outside of a local training step."""
-    found = current_run()
+    found = current_step()
     if found is None or not found[0].is_local:
         raise ConfigurationError(
             f"The optimizer {optimizer.name!r} has sync=..., and its update is called "

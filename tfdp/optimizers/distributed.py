@@ -38,7 +38,7 @@ from tfdp.sync.local_sgd import LocalSGD
 from tfdp.sync.policy import Policy
 from tfdp.tracing.batch_weight import batch_weight
 from tfdp.tracing.keras_steps import as_tensors
-from tfdp.tracing.run import Step, current_run
+from tfdp.tracing.step import Step, current_step
 
 
 # A LossScaleOptimizer, so that Keras does not wrap it in another one under float16.
@@ -154,7 +154,7 @@ class DistributedOptimizer(hooks.LossScaleHooks):
                 # An attribute, so that checkpoints track it.
                 self._local_values = self._rounds and self._rounds.values.stored
 
-    def train_apart(self, layer_state: Sequence[Any], run: Step) -> None:
+    def train_apart(self, layer_state: Sequence[Any], step: Step) -> None:
         """Prepares a local step; `layer_state`: variables without an optimizer."""
         if self._rounds is None:
             raise ConfigurationError(
@@ -164,7 +164,7 @@ class DistributedOptimizer(hooks.LossScaleHooks):
                 "the strategy's scope first."
             )
         self._rounds.keep_layer_state(layer_state)
-        self._rounds.before_step(run)
+        self._rounds.before_step(step)
 
     @property
     def rounds(self) -> LocalTraining | None:
@@ -214,7 +214,7 @@ class DistributedOptimizer(hooks.LossScaleHooks):
         variables = list(trainable_variables or hooks.variables_built_with(self))
         refuse_overwritten(variables, type(self).__name__)
         gradients = as_tensors(grads)
-        found = current_run()
+        found = current_step()
         if found is not None and not found[0].is_updating:
             found[0].note_gradients(found[1], gradients, self.name)
         if self.static_scale is not None:
@@ -222,7 +222,7 @@ class DistributedOptimizer(hooks.LossScaleHooks):
             gradients = [g if g is None else ops.divide(g, scale) for g in gradients]
         if self.accumulate_steps == 1:
             weighs = self.sync is not None and self.sync.weighs_batches
-            found = current_run() if weighs else None
+            found = current_step() if weighs else None
             weight = None if found is None else batch_weight(*found)
             reduced = self._reduced(gradients, variables, weight)
             self._update_weights(reduced, variables)
@@ -260,7 +260,7 @@ class DistributedOptimizer(hooks.LossScaleHooks):
         return cls(**config)
 
     def _accumulate(self, gradients: list[Any], variables: list[Any]) -> None:
-        found = current_run()
+        found = current_step()
         counted = None if found is None else batch_weight(*found)
         are_sums = found is not None and counted is None
         kept = _weight_to_keep(
@@ -318,17 +318,17 @@ class DistributedOptimizer(hooks.LossScaleHooks):
         self, gradients: list[Any], variables: list[Any], weight: Any
     ) -> list[Any]:
         """Sums over replicas; `weight`: that of their batches, None for sums."""
-        found = current_run()
+        found = current_step()
         if found is None:
             return gradients
-        run, rank = found
+        step, rank = found
         places = [i for i, g in enumerate(gradients) if g is not None]
         given = [gradients[i] for i in places]
         of = [variables[i] for i in places]
         if self._rounds is None:
-            reduced = reduce_gradients(given, run, rank, of, self)
+            reduced = reduce_gradients(given, step, rank, of, self)
         else:
-            own = Reduction(given, of, run, rank, self)
+            own = Reduction(given, of, step, rank, self)
             reduced = self._rounds.reduced(own, weight)
         results = list(gradients)
         for place, gradient in zip(places, reduced, strict=True):
@@ -349,12 +349,12 @@ class DistributedOptimizer(hooks.LossScaleHooks):
         chain: Sequence[Stage] = (),
     ) -> None:
         """Makes an update within the stages around it; `gradients` are its own."""
-        found = current_run()
+        found = current_step()
         if found is None:
             update()
             return
-        run, rank = found
-        reduction = Reduction(gradients, variables, run, rank, self)
+        step, rank = found
+        reduction = Reduction(gradients, variables, step, rank, self)
         update_through(reduction, update, chain)
 
     def _update_tested(self, gradients: list[Any], variables: list[Any]) -> None:
@@ -362,7 +362,7 @@ class DistributedOptimizer(hooks.LossScaleHooks):
             if not self.dynamic_loss_scale:
                 self.inner_optimizer.apply(gradients, variables)
                 return
-            found = current_run()
+            found = current_step()
             if found is None or shards_of(self) is None:
                 is_finite = self.check_finite(gradients)
             else:  # each replica tests its own shards
@@ -374,7 +374,7 @@ class DistributedOptimizer(hooks.LossScaleHooks):
 
     def _on_this_replica(self, variable: keras.Variable, fn: Any, value: Any) -> None:
         """Updates this replica's own copy: accumulators differ between replicas."""
-        if current_run() is None:
+        if current_step() is None:
             fn(variable.value, value)
         else:
             extended = tf.distribute.get_strategy().extended
@@ -420,7 +420,7 @@ def _what_it_is(given: Any) -> str:
 
 def _check_place(optimizer: keras.optimizers.Optimizer) -> None:
     """Refuses updates under a stock strategy, or inside another optimizer."""
-    strategy, found = tf.distribute.get_strategy(), current_run()
+    strategy, found = tf.distribute.get_strategy(), current_step()
     if found is None and replicas_of(strategy) > 1:
         raise ScopeError(
             f"DistributedOptimizer {optimizer.name!r} cannot accumulate or test under "

@@ -13,7 +13,7 @@ from tfdp._private.optimizer_hooks import CLIPPING, DecayHooks, variable_index
 from tfdp.checks import is_whole
 from tfdp.compression.method import Method, MomentumCompression
 from tfdp.errors import ConfigurationError, ScopeError
-from tfdp.tracing.run import Step, current_run
+from tfdp.tracing.step import Step, current_step
 
 
 class SentMomentum(DecayHooks):
@@ -54,7 +54,7 @@ class SentMomentum(DecayHooks):
 
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         """One update; see `keras.optimizers.Optimizer.apply`."""
-        strategy, found = tf.distribute.get_strategy(), current_run()
+        strategy, found = tf.distribute.get_strategy(), current_step()
         if found is not None and found[0].replicas > 1 and found[0].is_updating:
             self._refuse_gradients_sent(found[0])
         if replicas_of(strategy) > 1 and found is None:
@@ -65,8 +65,8 @@ class SentMomentum(DecayHooks):
             )
         return super().apply(grads, trainable_variables)
 
-    def _refuse_gradients_sent(self, run: Step) -> None:
-        if id(self) not in run.sent_momentum:
+    def _refuse_gradients_sent(self, step: Step) -> None:
+        if id(self) not in step.sent_momentum:
             raise ConfigurationError(
                 f"{type(self).__name__} is held by another optimizer, for which "
                 "gradients were summed uncompressed: its momentum would not be sent. "

@@ -32,7 +32,7 @@ from tfdp.seams.replace import instance_attributes
 from tfdp.sharding.owners import OF_KERAS, check_owners, definer_of, whole_updates
 from tfdp.sharding.updates import ShardUpdates
 from tfdp.sharding.variables import updating_rank
-from tfdp.tracing.run import current_run
+from tfdp.tracing.step import current_step
 from tfdp.variables.in_shards import is_in_shards, is_stored_in_shards
 
 # These update each element independently.
@@ -236,7 +236,7 @@ def _update_shard(
     slots = [value for value in vars(optimizer).values() if isinstance(value, list)]
     rank = updating_rank()
     part = None if rank is None else shards.part_of(rank)
-    found = current_run()
+    found = current_step()
     with contextlib.ExitStack() as stack:
         if found is not None:
             alone = isinstance(getattr(variable, "layout", None), OwnedLayout)

@@ -28,7 +28,7 @@ from tfdp.sharding.variables import (
     check_whole_gradient,
     shard_update,
 )
-from tfdp.tracing.run import name_of_gradient
+from tfdp.tracing.step import name_of_gradient
 from tfdp.variables.in_shards import InShards, distributed_of
 
 # Arguments for creating a whole variable that do not apply to its shards.
@@ -186,8 +186,8 @@ class ShardUpdates:
         def scatter(upstream: Any) -> tf.Tensor:
             upstream = tf.cast(tf.convert_to_tensor(upstream), variable.dtype)
             check_whole_gradient(variable, upstream)
-            run = self._strategy.extended.current_run
-            upstream = run.own_gradient(rank, upstream)
+            step = self._strategy.extended.current_step
+            upstream = step.own_gradient(rank, upstream)
             if not tf.executing_eagerly():
                 with exchanges_of(name):
                     [own] = self.reducer.reduce_scatter(
@@ -196,11 +196,11 @@ class ShardUpdates:
             else:
                 # With one row, a replica may compute gradients of branches in another
                 # order: compare the variable, and hosts the read, not only its shape.
-                run.eager_order.meet(rank, f"the gradient of {variable.name}", label)
+                step.eager_order.meet(rank, f"the gradient of {variable.name}", label)
                 context = tf.distribute.get_replica_context()
                 total = context.all_reduce("SUM", upstream)
                 own = shard_of(total, layout, self.part_of(rank))
-            run.trace(rank).shard_gradients[key_of(own)] = own
+            step.trace(rank).shard_gradients[key_of(own)] = own
             register(own, Value(terms=frozenset({Term.SHARD})))
             return own
 
@@ -219,7 +219,7 @@ class ShardUpdates:
         if run_graph is None:
             return contextlib.nullcontext()
         inner = names.graphs_inside(run_graph)
-        is_updating = self._strategy.extended.current_run.is_updating
+        is_updating = self._strategy.extended.current_step.is_updating
         if any(map(names.is_loop_graph, inner)) or (
             any(map(names.is_branch_graph, inner)) and not is_updating
         ):
@@ -288,7 +288,7 @@ class ShardUpdates:
 
     def _target(self, variable: names.DistributedVariable, rank: Any) -> Any:
         graph = tf.compat.v1.get_default_graph()
-        views = self._strategy.extended.current_run.trace(rank).shard_views
+        views = self._strategy.extended.current_step.trace(rank).shard_views
         view = views.get(id(variable))
         if isinstance(variable, ShardedVariable):
             return variable.shard(rank) if view is None else view
@@ -316,7 +316,7 @@ class ShardUpdates:
             [variable.update_layout for variable in owned],
             rank,
         )
-        views = self._strategy.extended.current_run.trace(rank).shard_views
+        views = self._strategy.extended.current_step.trace(rank).shard_views
         for variable, whole in zip(owned, wholes, strict=True):
             stored = variable.shard(rank)
             views[id(variable)] = ShardView(
@@ -326,7 +326,7 @@ class ShardUpdates:
     def gather_updated(self) -> None:
         """Copies the shards that the replicas assigned into all copies."""
         rank = names.current_rank()
-        trace = self._strategy.extended.current_run.trace(rank)
+        trace = self._strategy.extended.current_step.trace(rank)
         views = [view for view in trace.shard_views.values() if view.is_assigned]
         trace.shard_views = {}
         stored = [v for v in views if isinstance(v.variable, ShardedVariable)]

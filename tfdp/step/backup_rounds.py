@@ -24,7 +24,7 @@ from tfdp.step.buffer_synchronization import synchronize_layer_state
 from tfdp.step.elastic_rounds import ElasticRounds, for_each_round
 from tfdp.step.local_training import LocalTraining
 from tfdp.sync.backup_workers import BackupWorkers
-from tfdp.tracing.run import Step
+from tfdp.tracing.step import Step
 from tfdp.variables.local_view import LocalView
 
 # Each costs a copy of the gradients in host memory.
@@ -89,31 +89,31 @@ class BackupRounds(LocalTraining):
                 "out accumulate_steps, or use layers without such state."
             )
 
-    def before_step(self, run: Step) -> None:
-        if run.guard is not None or run.stages:
+    def before_step(self, step: Step) -> None:
+        if step.guard is not None or step.stages:
             raise ConfigurationError(
                 "sync=BackupWorkers(...) does not go with callbacks that look into "
                 "sums of gradients (NaNGuard, GradientNoiseScale, AdaScale): they "
                 "count all hosts. Leave them out, or sync."
             )
-        self._run = run
-        run.refuses_late_state = (
+        self._run = step
+        step.refuses_late_state = (
             "sync=BackupWorkers(...) sends the state of layers with the gradients, and "
             "this step stores {name!r} after its update. Store it before, or leave out "
             "sync."
         )
         self._elastic.before_step()
 
-    def synchronize_layer_state(self, run: Step, rank: int) -> None:
-        synchronize_layer_state(run, rank)
+    def synchronize_layer_state(self, step: Step, rank: int) -> None:
+        synchronize_layer_state(step, rank)
 
     def reduced(self, own: Reduction, weight: tf.Tensor | None) -> list[Any]:
         """The mean gradient over the hosts that came; this host may have been late."""
         rank = own.rank
-        self._check(own.run, weight)
+        self._check(own.step, weight)
         gradients = [tf.convert_to_tensor(gradient) for gradient in own.gradients]
-        state = own.run.take_local_state(rank)
-        own.run.return_local_state(rank, state)
+        state = own.step.take_local_state(rank)
+        own.step.return_local_state(rank, state)
         own.gradients = list(gradients)
         sums = reduce(own, chain_of(own), HostSums(self._pipeline))
         values = [
@@ -131,8 +131,8 @@ class BackupRounds(LocalTraining):
         self._due[rank] = means, state
         return gradients  # of this host, in the place of those of `around`
 
-    def _check(self, run: Step, weight: tf.Tensor | None) -> None:
-        if run is not self._run:
+    def _check(self, step: Step, weight: tf.Tensor | None) -> None:
+        if step is not self._run:
             raise ConfigurationError(
                 f"The optimizer {self._optimizer.name!r} has sync=BackupWorkers(...), "
                 "and its update is called outside of a Keras model's train_step, or it "

@@ -26,76 +26,76 @@ from tfdp.lint.terms import outermost
 from tfdp.lint.values import Term
 from tfdp.seams.replace import replace_for_good
 from tfdp.step.own_branches import own_source_of
-from tfdp.tracing.run import Step, current_run
 from tfdp.tracing.state_checks import is_added, own_handle, stored_from_shares
+from tfdp.tracing.step import Step, current_step
 from tfdp.tracing.trace_order import describe_sum
 
 
-def with_synchronized_buffers(step: Callable, run: Step) -> Callable:
+def with_synchronized_buffers(fn: Callable, step: Step) -> Callable:
     """Wraps `step` to all-reduce, at its end, the buffers that are still local."""
-    if tf.executing_eagerly() or run.is_local:
-        return step
-    if run.replicas == 1 and not run.refuses_late_state:
-        return step
-    run.synchronizes_at_end = run.replicas > 1
+    if tf.executing_eagerly() or step.is_local:
+        return fn
+    if step.replicas == 1 and not step.refuses_late_state:
+        return fn
+    step.synchronizes_at_end = step.replicas > 1
 
     @library_code
-    @functools.wraps(step)
+    @functools.wraps(fn)
     def step_with_synchronized_buffers(*args: Any, **kwargs: Any) -> Any:
-        result = step(*args, **kwargs)
+        result = fn(*args, **kwargs)
         rank = current_rank()
         if not isinstance(rank, int):
             return result
-        late = run.take_local_state(rank)
-        if late and run.refuses_late_state:
+        late = step.take_local_state(rank)
+        if late and step.refuses_late_state:
             name = late[0].name
-            raise ConfigurationError(run.refuses_late_state.format(name=name))
-        if run.late_buffers is None:
+            raise ConfigurationError(step.refuses_late_state.format(name=name))
+        if step.late_buffers is None:
             # Decided once for all replicas: if they decided differently, they'd hang.
-            ids = {id(variable) for variable in late} - run.own_sums
-            run.late_buffers = _of_rows(run, rank, ids) if ids else set()
-        of_rows = [one for one in late if id(one) in run.late_buffers]
-        all_reduce_buffers(of_rows, run, rank)
+            ids = {id(variable) for variable in late} - step.own_sums
+            step.late_buffers = _of_rows(step, rank, ids) if ids else set()
+        of_rows = [one for one in late if id(one) in step.late_buffers]
+        all_reduce_buffers(of_rows, step, rank)
         return result
 
     return step_with_synchronized_buffers
 
 
-def _of_rows(run: Step, rank: int, ids: set[int]) -> set[int]:
+def _of_rows(step: Step, rank: int, ids: set[int]) -> set[int]:
     found = set()
-    for stored_by, variable, value in run.stored:
+    for stored_by, variable, value in step.stored:
         is_one = stored_by == rank and id(variable) in ids
-        stored = run.analysis(rank).value(value) if is_one else None
+        stored = step.analysis(rank).value(value) if is_one else None
         if stored is not None and stored.is_of_own_rows:
             # Without an update, accumulated values may be gradients for one in a later
             # step: parts of a sum.
-            if run.has_updated or not is_added(stored, variable, rank):
+            if step.has_updated or not is_added(stored, variable, rank):
                 found.add(id(variable))
     return found
 
 
-def synchronize_layer_state(run: Step, rank: Any) -> None:
+def synchronize_layer_state(step: Step, rank: Any) -> None:
     """Synchronizes buffers before gradients are accumulated: with the gradients they
     would be summed once per accumulation, weighted by the rows of the last batch."""
-    if run.replicas > 1 and not run.is_local:
-        all_reduce_buffers(run.take_local_state(rank), run, rank)
+    if step.replicas > 1 and not step.is_local:
+        all_reduce_buffers(step.take_local_state(rank), step, rank)
 
 
-def all_reduce_buffers(state: Sequence[Any], run: Step, rank: Any) -> None:
+def all_reduce_buffers(state: Sequence[Any], step: Step, rank: Any) -> None:
     """Replaces every replica's copies by the mean over all samples."""
     if not state:
         return
     from tfdp.chain.buffers import store_state, weighted_state
 
-    shares = weighted_state(state, run, rank)
+    shares = weighted_state(state, step, rank)
     if tf.executing_eagerly():
-        run.eager_order.meet(rank, describe_sum(shares))
+        step.eager_order.meet(rank, describe_sum(shares))
         context = tf.distribute.get_replica_context()
         means = context.all_reduce(tf.distribute.ReduceOp.SUM, shares)
     else:
         reducer = tf.distribute.get_strategy().extended.reducer
         means = reducer.all_reduce(shares, rank, mean=False)
-    store_state(state, means, run, rank)
+    store_state(state, means, step, rank)
 
 
 # The most variables that a warning names.
@@ -108,7 +108,7 @@ def _without_row_state(call: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(call)
     def checked_call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found = current_run() if self.stateful else None
+        found = current_step() if self.stateful else None
         if found is not None and not found[0].is_of_one:
             raise ConfigurationError(
                 f"The layer {self.name!r} has stateful=True: it stores a state for "
@@ -126,38 +126,38 @@ def _without_row_state(call: Callable[..., Any]) -> Callable[..., Any]:
 replace_for_good("keras.layers:RNN", "call", _without_row_state)
 
 
-def warn_about_stored(run: Step, model: Any) -> None:
+def warn_about_stored(step: Step, model: Any) -> None:
     """Warns of stored values that averaging over replicas makes wrong."""
-    if run.replicas == 1:
+    if step.replicas == 1:
         return
-    of_shares, sums = stored_from_shares(run)
+    of_shares, sums = stored_from_shares(step)
     if of_shares:
-        run.state_suspicions.add(
+        step.state_suspicions.add(
             f"what is stored in {_names_of(of_shares)} is averaged over the replicas' "
             "rows, and it depends on the loss or on gradients, and each replica has "
             f"a part of their sum. {SUM_FIRST}"
         )
     # Accumulated gradients are treated as parts of a sum.
-    skipped = run.own_sums | {id(variable) for variable in (*of_shares, *sums)}
+    skipped = step.own_sums | {id(variable) for variable in (*of_shares, *sums)}
     found: dict[str, dict[int, Any]] = {}
-    for rank, variable, value in run.stored:
+    for rank, variable, value in step.stored:
         what = None
         if id(variable) not in skipped:
-            what = _problem_of(run, rank, variable, value)
+            what = _problem_of(step, rank, variable, value)
         if what is None:
             continue
         layer = _normalization_of(model, variable)
         if layer is None:
             found.setdefault(what, {})[id(variable)] = variable
         elif layer.synchronized:  # else of a replica's own rows, as documented
-            run.state_suspicions.add(
+            step.state_suspicions.add(
                 f"the layer {layer.name!r} has synchronized=True and gets a mask (of "
                 "words, or of padding rows), with which Keras' BatchNormalization "
                 "takes the statistics of each replica's own rows. Use "
                 "tfdp.layers.SyncBatchNormalization"
             )
     for what, variables in found.items():
-        run.state_suspicions.add(
+        step.state_suspicions.add(
             f"what is stored in {_names_of(variables.values())} is averaged over the "
             f"replicas' rows, and it looks like {what}"
         )
@@ -180,8 +180,8 @@ def _normalization_of(
     return None
 
 
-def _problem_of(run: Step, rank: int, variable: Any, value: tf.Tensor) -> str | None:
-    stored = run.analysis(rank).value(value)
+def _problem_of(step: Step, rank: int, variable: Any, value: tf.Tensor) -> str | None:
+    stored = step.analysis(rank).value(value)
     if not stored.is_of_own_rows or Term.UNKNOWN in stored.terms:
         return None
     if stored.target is not None and is_added(stored, variable, rank):
@@ -206,9 +206,9 @@ def _problem_of(run: Step, rank: int, variable: Any, value: tf.Tensor) -> str | 
     return None
 
 
-def warn_about_written(run: Step, operations: Iterable[tf.Operation]) -> None:
+def warn_about_written(step: Step, operations: Iterable[tf.Operation]) -> None:
     """Warns of `tf.summary` numbers of the first replica that look like global ones."""
-    if run.replicas == 1:
+    if step.replicas == 1:
         return
     found: dict[str, str] = {}
     for op in operations_within(operations):
@@ -216,13 +216,13 @@ def warn_about_written(run: Step, operations: Iterable[tf.Operation]) -> None:
             continue
         _, _, value, tag, _ = op.inputs
         # Images, sounds and texts are strings: examples from any replica are fine.
-        why = None if value.dtype == tf.string else own_source_of(run, 0, value)
+        why = None if value.dtype == tf.string else own_source_of(step, 0, value)
         if why is not None:
             name = tf.get_static_value(outermost(tag))
             found[op.name if name is None else tf.compat.as_text(name.item())] = why
     if found:
         names = ", ".join(map(repr, found))
-        run.state_suspicions.add(
+        step.state_suspicions.add(
             f"tf.summary writes {names} of the first replica only, which computes it "
             f"{next(iter(found.values()))}; a loss is its share. Write the global "
             "value, tfdp.losses.all_sum(loss); or "

@@ -55,7 +55,7 @@ from tfdp.tracing.rows import (
     without_dummy_rows,
     without_padding,
 )
-from tfdp.tracing.run import Mode, Step
+from tfdp.tracing.step import Mode, Step
 
 
 class StepCall:
@@ -72,8 +72,8 @@ class StepCall:
         is_reported: bool,
         hosts: int,
     ):
-        #: `fn` identifies the step, `step` runs; they differ for a `tf.function`.
-        self.fn, self.step = python_function_of(fn), as_replicas_run_it(fn)
+        #: `fn` identifies the step, `replica_fn` runs; they differ for a `tf.function`.
+        self.fn, self.replica_fn = python_function_of(fn), as_replicas_run_it(fn)
         self.arguments = with_none(args), with_none(kwargs)
         self.model = getattr(self.fn, "__self__", None)
         self.optimizers = optimizers_of(self.model)
@@ -81,8 +81,7 @@ class StepCall:
         self.is_prediction = is_predict_step(self.fn)
         #: Whether results are combined over replicas, those of other hosts included.
         self.is_reported = is_reported and self.is_step and not is_compiled
-        self._devices, self._is_compiled = devices, is_compiled
-        self._hosts = hosts
+        self._devices, self._is_compiled, self._hosts = devices, is_compiled, hosts
         self._padded_rows: Any = None
         self._has_dynamic_rows = False
 
@@ -90,7 +89,7 @@ class StepCall:
         if getattr(self.fn, "__func__", None) is keras.Model.train_step:
             from tfdp.step.jit import jitted_train_step
 
-            self.step = functools.partial(jitted_train_step, self.model)
+            self.replica_fn = functools.partial(jitted_train_step, self.model)
 
     def take_batch(self) -> Step:
         """Reads the rows of each replica, and gives each of them at least one."""
@@ -98,56 +97,58 @@ class StepCall:
         if self.is_reported and replicas > 1:
             args, kwargs = self.arguments
             self.arguments = in_parts(args, self._devices), kwargs
-        self.run = run = Step(replicas, Batch.of(self.arguments, replicas))
-        run.is_of_one = replicas == self._hosts == 1
+        self.step = step = Step(replicas, Batch.of(self.arguments, replicas))
+        step.is_of_one = replicas == self._hosts == 1
         padded = find_padded(self.arguments)
         if padded is not None:
             padded.set_shapes()
             if tf.nest.flatten(padded.rows):
-                self._padded_rows, run.mode = padded.rows, Mode.PADDED
-                self.step = step_on_padded_batch(self.fn, self.step, self.model, run)
+                self._padded_rows, step.mode = padded.rows, Mode.PADDED
+                self.replica_fn = step_on_padded_batch(
+                    self.fn, self.replica_fn, self.model, step
+                )
             else:
                 self.arguments = without_padding(self.arguments)
         elif not self._is_compiled and (self.is_step or self.is_prediction):
             self.arguments, rows = add_dummy_rows(
-                self.arguments, run.batch.counts, self._devices, self._hosts
+                self.arguments, step.batch.counts, self._devices, self._hosts
             )
-            for trace, own in zip(run.traces, rows, strict=True):
+            for trace, own in zip(step.traces, rows, strict=True):
                 trace.rows = own
-            run.adds_dummy_rows = self._has_dynamic_rows = True
+            step.adds_dummy_rows = self._has_dynamic_rows = True
         else:
             # With static zero rows Keras builds less than on other replicas.
-            self._has_dynamic_rows = run.batch.may_have_empty_replicas
-        return run
+            self._has_dynamic_rows = step.batch.may_have_empty_replicas
+        return step
 
     def observe(self) -> None:
         """Attaches the model's callbacks that look into a training step."""
         stages = self._observers_of(Stage)
         guards: list[Any] = [stage for stage in stages if stage.is_guard]
-        self.run.stages = [stage for stage in stages if stage not in guards[:-1]]
+        self.step.stages = [stage for stage in stages if stage not in guards[:-1]]
         for guard in guards[-1:]:
-            self.run.guard = guard
-            self.step = guard.around_step(self.step)
+            self.step.guard = guard
+            self.replica_fn = guard.around_step(self.replica_fn)
 
     def unify_shapes(self) -> None:
         """Makes row counts dynamic where replicas or hosts have different ones."""
         if self._has_dynamic_rows and not tf.executing_eagerly():
-            self.arguments = with_unified_shapes(self.arguments, self.run.batch)
-        self.run.note_batch(self.arguments)
+            self.arguments = with_unified_shapes(self.arguments, self.step.batch)
+        self.step.note_batch(self.arguments)
 
     def meter(self) -> None:
         """Lets attached meters count the step, and stages begin it, if it trains their
         model."""
         meters = self._observers_of(StepMeter)
-        if not (meters or self.run.stages):
+        if not (meters or self.step.stages):
             return
-        counts: Any = self.run.batch.counts
+        counts: Any = self.step.batch.counts
         if self._padded_rows is not None:
             counts = real_counts(self._padded_rows)
         rows_here = None if counts is None else sum_of(counts)
         for meter in meters:
             meter.note(rows_here, self.arguments)
-        for stage in self.run.stages:
+        for stage in self.step.stages:
             stage.begin_step(rows_here, tensors_of_this_graph(self.arguments))
 
     def _observers_of(self, kind: type) -> list[Any]:
@@ -160,58 +161,48 @@ class StepCall:
         optimizers: Sequence[Optimizer],
         made_metrics: Sequence[keras.metrics.Metric],
     ) -> Iterator[NotedResults]:
-        """Makes `step` what each replica runs within the context, with tfdp's methods
-        in Keras' objects; yields the recorded results of metrics, for
+        """Makes `replica_fn` what each replica runs within the context, with tfdp's
+        methods in Keras' objects; yields the recorded results of metrics, for
         `reports.reduce_logs`."""
-        run, noted = self.run, NotedResults()
+        step, noted = self.step, NotedResults()
         in_graph = not (self._is_compiled or tf.executing_eagerly())
         built_before = len(operations()) if in_graph else 0
-        self.step = self._step_of_replica()
+        self.replica_fn = self._step_of_replica()
         with overridden(self._overrides(optimizers, made_metrics, noted)):
             yield noted
         if in_graph:
             read_in_place(operations()[built_before:])
-            warn_about_written(run, operations()[built_before:])
-        if run.given_shards:
+            warn_about_written(step, operations()[built_before:])
+        if step.given_shards:
             from tfdp.chain.shards import refuse_own_scaling
 
-            refuse_own_scaling(run)
-        warn_about_draws(run)
-        find_faults_of_losses(run, self.model, self.fn)
-        warn_about_stored(run, self.model)
-        warn_if_rows_counted(run)
-        warn_if_steps_counted(run, made_metrics)
+            refuse_own_scaling(step)
+        warn_about_draws(step)
+        find_faults_of_losses(step, self.model, self.fn)
+        warn_about_stored(step, self.model)
+        warn_if_rows_counted(step)
+        warn_if_steps_counted(step, made_metrics)
 
     def _step_of_replica(self) -> Callable:
         """The step, which waits for the batch, and synchronizes buffers at its end."""
-        run, step = self.run, as_the_caller_is(self.step)
+        step, fn = self.step, as_the_caller_is(self.replica_fn)
         if tf.executing_eagerly():
-            return recorded(step, run)
+            return recorded(fn, step)
         if self._is_compiled:
-            return self._noting_its_batch(step)
+            from tfdp.step.batch_inside import noting_batch
+
+            return noting_batch(fn, self.arguments, step)
         batch_is_there = when_batch_is_there(self.arguments)
-        step = with_synchronized_buffers(step, run)
+        fn = with_synchronized_buffers(fn, step)
 
         @library_code
-        @functools.wraps(step)
+        @functools.wraps(fn)
         def step_of_replica(*args: Any, **kwargs: Any) -> Any:
             # Replicas are traced in threads, which do not inherit control dependencies.
-            with tf.control_dependencies(batch_is_there), gathering_real_rows(run):
-                return step(*args, **kwargs)
+            with tf.control_dependencies(batch_is_there), gathering_real_rows(step):
+                return fn(*args, **kwargs)
 
         return step_of_replica
-
-    def _noting_its_batch(self, step: Callable) -> Callable:
-        args, kwargs = self.arguments
-        given = args, kwargs or {}
-
-        @library_code
-        @functools.wraps(step)
-        def step_of_all(*args: Any, **kwargs: Any) -> Any:
-            self.run.note_batch_within(given, (args, kwargs))
-            return step(*args, **kwargs)
-
-        return step_of_all
 
     def _overrides(
         self,
@@ -222,21 +213,21 @@ class StepCall:
         """All overrides of a step. Of two for one method the later one runs first, and
         calls the earlier: a guard checks a loss that is 0 for dummy rows, and all
         others get the weights that padding sets."""
-        model, run = self.model, self.run
-        yield from optimizer_overrides(optimizers, run)
-        yield from report_overrides(model, run, made_metrics, noted)
-        yield from reduction_overrides(model, run, self.fn)
-        yield from dummy_row_overrides(self.fn, optimizers, run)
-        yield from added_loss_overrides(model, run)
-        if run.guard is not None:
-            yield Override(model, "compute_loss", run.guard.checks_loss)
-        if run.mode is Mode.PADDED:
-            yield from padding_overrides(model, run, made_metrics)
+        model, step = self.model, self.step
+        yield from optimizer_overrides(optimizers, step)
+        yield from report_overrides(model, step, made_metrics, noted)
+        yield from reduction_overrides(model, step, self.fn)
+        yield from dummy_row_overrides(self.fn, optimizers, step)
+        yield from added_loss_overrides(model, step)
+        if step.guard is not None:
+            yield Override(model, "compute_loss", step.guard.checks_loss)
+        if step.mode is Mode.PADDED:
+            yield from padding_overrides(model, step, made_metrics)
 
     def real_rows_of(self, result: Any) -> Any:
         """A prediction without padding and dummy rows."""
         if not self.is_prediction:
             return result
-        if self.run.mode is Mode.PADDED:
+        if self.step.mode is Mode.PADDED:
             result = trim_rows(result, self._padded_rows)
-        return without_dummy_rows(result, [one.rows for one in self.run.traces])
+        return without_dummy_rows(result, [one.rows for one in self.step.traces])

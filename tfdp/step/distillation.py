@@ -8,13 +8,13 @@ from typing import Any
 
 from tfdp.seams.losses import plain_losses
 from tfdp.seams.replace import replace_for_good
-from tfdp.tracing.run import current_run
+from tfdp.tracing.step import current_step
 
 
 def _with_share(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(compute_loss)
     def compute(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if current_run() is None:
+        if current_step() is None:
             return compute_loss(self, *args, **kwargs)
         from tfdp.losses import local_mean
 

@@ -25,7 +25,7 @@ from tfdp._private.optimizer_hooks import variables_built_with
 from tfdp.seams.replace import instance_attributes, replace
 from tfdp.sharding.variables import ShardedVariable
 from tfdp.step.find_optimizers import optimizers_of
-from tfdp.step.local_run import LocalLook
+from tfdp.step.local_step import LocalLook
 from tfdp.variables.local_view import LocalView
 
 
@@ -178,7 +178,7 @@ def _run_again(
 
     def again(parts: list[Any]) -> None:
         for optimizer, methods in examining:
-            # On top of this run's overrides, with which they are removed.
+            # On top of this step's overrides, with which they are removed.
             for name, method in methods.items():
                 replace(optimizer, name, method)
         arguments = tf.nest.pack_sequence_as(structure, parts, expand_composites=True)

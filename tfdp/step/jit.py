@@ -20,7 +20,7 @@ from tfdp._private.keras_models import (
     takes_training,
 )
 from tfdp._private.names import keras_losses
-from tfdp.tracing.run import current_run
+from tfdp.tracing.step import current_step
 
 
 def jitted_train_step(model: keras.Model, data: Any) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def jitted_train_step(model: keras.Model, data: Any) -> dict[str, Any]:
     for part, mask in zip(tf.nest.flatten(y_pred), masks, strict=True):
         if mask is not None:
             put_mask(part, mask)
-    found = current_run()
+    found = current_step()
     guard = None if found is None else found[0].guard
     if guard is not None and guard.model is model:
         guard.note_loss(loss)

@@ -33,11 +33,11 @@ from tfdp.exchange.late_exchange import AsyncExchange, SumsAtOnce
 from tfdp.hosts.late_queue import LateQueue
 from tfdp.hosts.python_calls import counted
 from tfdp.step.find_optimizers import innermost_optimizers
-from tfdp.step.local_run import LocalLook
+from tfdp.step.local_step import LocalLook
 from tfdp.step.local_training import LocalTraining
 from tfdp.step.loop_ends import call_at_loops
 from tfdp.sync.late import LateSums
-from tfdp.tracing.run import current_run
+from tfdp.tracing.step import current_step
 from tfdp.variables.local_view import LocalView
 from tfdp.variables.own_values import OfRanks
 
@@ -117,15 +117,15 @@ class LateUpdates(LocalTraining):
 
     def reduced(self, own: Reduction, weight: tf.Tensor | None) -> list[Any]:
         """Begins the sum of these gradients; returns them as they are."""
-        run, rank = own.run, own.rank
-        if run.guard is not None:
+        step, rank = own.step, own.rank
+        if step.guard is not None:
             raise ConfigurationError(
                 "NaNGuard skips the update of the batch that is not finite, and with "
                 f"sync={self.sync!r} that update is made some steps later, by all "
                 "hosts. Leave the callback out, or sync."
             )
-        self._refuse_second_update(run, rank, "sum of gradients")
-        self._take_state(run, rank)
+        self._refuse_second_update(step, rank, "sum of gradients")
+        self._take_state(step, rank)
         scale, parts = self._scale(), []
         for gradient in own.gradients:
             part = tf.convert_to_tensor(gradient)
@@ -136,8 +136,8 @@ class LateUpdates(LocalTraining):
                 part *= tf.cast(weight, part.dtype)
             parts.append(part)
         # The sum of a loss that is a sum has the weight 0: it is not divided.
-        own_weight = tf.zeros([]) if weight is None else weight / run.group_size
-        rows = tf.cast(run.count_of(rank), tf.float32)
+        own_weight = tf.zeros([]) if weight is None else weight / step.group_size
+        rows = tf.cast(step.count_of(rank), tf.float32)
         if weight is not None and getattr(self._optimizer, "accumulate_steps", 1) > 1:
             rows = own_weight  # that of all micro-steps
         state = [
@@ -273,10 +273,10 @@ class LateUpdates(LocalTraining):
 
     def _apply_on_replicas(self) -> None:
         def update_on_replica() -> None:
-            run, rank = current_run()  # type: ignore[misc]
+            step, rank = current_step()  # type: ignore[misc]
             count = self._late.decide(self._queue.take_oldest, tf.constant(True), rank)
             own: list[Any] = [None] * len(self._variables)
-            reduction = Reduction(own, self._variables, run, rank, self._optimizer)
+            reduction = Reduction(own, self._variables, step, rank, self._optimizer)
             update = functools.partial(self._update, own, self._variables)
             first = len(self._variables)
             places = {place: place for place in self._places if 0 <= place < first}

@@ -34,7 +34,7 @@ from tfdp.step.elastic_rounds import elastic_rounds
 from tfdp.step.local_training import LocalTraining
 from tfdp.sync.diloco import DiLoCo
 from tfdp.sync.rounds import Sync, fragments_of, synchronization_of
-from tfdp.tracing.run import Step
+from tfdp.tracing.step import Step
 from tfdp.variables.local_view import LocalView
 
 
@@ -90,12 +90,12 @@ class Rounds(LocalTraining):
             own = strategy, self._elastic, self._state_of_host, self._skip
             self._elastic = quorum_rounds(sync, *own)
 
-    def before_step(self, run: Step) -> None:
+    def before_step(self, step: Step) -> None:
         """Call it outside of replicas."""
-        super().before_step(run)
+        super().before_step(step)
         if self._elastic is not None:
             self._elastic.before_step()
-            self._elastic.note_rows(run.total_in_group(0))
+            self._elastic.note_rows(step.total_in_group(0))
 
     def _skip(self, updates: tf.Tensor, rank: int) -> None:
         """Counts updates that this host leaves out, for schedules, too."""
@@ -132,8 +132,8 @@ class Rounds(LocalTraining):
           weight: of the group's mean against other groups'; None: it is a sum.
         """
         rank, gradients = own.rank, own.gradients
-        state = self._take_state(own.run, rank)
-        start, alone = self.sync.start_step, own.run.group_size == 1
+        state = self._take_state(own.step, rank)
+        start, alone = self.sync.start_step, own.step.group_size == 1
         if not alone:
             gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
 
@@ -163,19 +163,19 @@ class Rounds(LocalTraining):
             for part, gradient in zip(results, gradients, strict=True)
         ]
 
-    def synchronize_layer_state(self, run: Step, rank: int) -> None:
+    def synchronize_layer_state(self, step: Step, rank: int) -> None:
         """See `buffer_synchronization.synchronize_layer_state`; within the group."""
         start = self.sync.start_step
         if not start:
-            super().synchronize_layer_state(run, rank)
+            super().synchronize_layer_state(step, rank)
             return
-        state = self._take_state(run, rank)
+        state = self._take_state(step, rank)
         if not state:
             return
-        no_gradients = Reduction([], [], run, rank, self._optimizer)
+        no_gradients = Reduction([], [], step, rank, self._optimizer)
 
         def within() -> tf.Tensor:
-            if run.group_size > 1:
+            if step.group_size > 1:
                 self._within_group(state, no_gradients)
             return tf.constant(True)
 
@@ -193,9 +193,9 @@ class Rounds(LocalTraining):
         with instance_attributes(reduction.optimizer.inner_optimizer, waits):
             update()
         # All replicas count it, including those that skip this update.
-        self._after_update(reduction.run, reduction.rank)
+        self._after_update(reduction.step, reduction.rank)
 
-    def _after_update(self, run: Step, rank: int) -> None:
+    def _after_update(self, step: Step, rank: int) -> None:
         start = self.sync.start_step
         count = self._count(rank) + 1
         own_copy(self._updates, rank).assign(count)
@@ -212,7 +212,7 @@ class Rounds(LocalTraining):
                 finish = functools.partial(self._finish, number, count, rank)
                 tf.cond(is_back, finish, lambda: False)
             for number in fragments:
-                begin = functools.partial(self._synchronize, number, count, run, rank)
+                begin = functools.partial(self._synchronize, number, count, step, rank)
                 tf.cond(self._is_due(number, since), begin, lambda: False)
             return tf.constant(True)
 
@@ -234,7 +234,7 @@ class Rounds(LocalTraining):
         return self._averages.move(count, rank, range(len(self._weights)))
 
     def _synchronize(
-        self, number: int, count: tf.Tensor, run: Step, rank: int
+        self, number: int, count: tf.Tensor, step: Step, rank: int
     ) -> tf.Tensor:
         fragment, state = self._fragment(number)
         outer = [v.outer_copy(rank).read_value() for v in fragment]
@@ -245,7 +245,7 @@ class Rounds(LocalTraining):
         if self._elastic is not None:
             move = functools.partial(self._move, number, count=count, rank=rank)
             return self._elastic.synchronize(count, values, rank, move)
-        mean = functools.partial(self._means, number, run, rank)
+        mean = functools.partial(self._means, number, step, rank)
         if self._overlap_steps:
             return self._in_flight[number].begin(values, rank, mean)
         return self._move(number, mean(values), count, rank)
@@ -261,11 +261,11 @@ class Rounds(LocalTraining):
         return weights, self._layer_state if is_last else []
 
     def _means(
-        self, number: int, run: Step, rank: int, values: Sequence[tf.Tensor]
+        self, number: int, step: Step, rank: int, values: Sequence[tf.Tensor]
     ) -> list[tf.Tensor]:
         fragment, _ = self._fragment(number)
         mine, state = values[: len(fragment)], values[len(fragment) :]
-        own = Reduction(list(mine), fragment, run, rank, self._optimizer)
+        own = Reduction(list(mine), fragment, step, rank, self._optimizer)
         chain: list[Stage] = []
         if self.compressed is not None:
             places = places_taken(self.compressed, own)

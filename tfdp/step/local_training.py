@@ -15,7 +15,7 @@ from tfdp.exchange.compressed import CompressedSums
 from tfdp.exchange.reducer import Reducer
 from tfdp.step.elastic_rounds import ElasticRounds
 from tfdp.step.local_values import LocalValues
-from tfdp.tracing.run import Step
+from tfdp.tracing.step import Step
 from tfdp.variables.local_view import LocalView
 
 
@@ -43,10 +43,10 @@ class LocalTraining(Stage):
         self._reduced_in: dict[int, Step] = {}
         self.values = LocalValues(strategy.extended.worker_devices)
 
-    def before_step(self, run: Step) -> None:
+    def before_step(self, step: Step) -> None:
         """Call it outside of replicas."""
         self.values.settle()
-        run.layer_state_kept.update(map(id, self._layer_state))
+        step.layer_state_kept.update(map(id, self._layer_state))
 
     def keep_layer_state(self, variables: Sequence[Any]) -> None:
         """Gives the state of layers (moving statistics) local values, too."""
@@ -81,21 +81,21 @@ class LocalTraining(Stage):
         """
         raise NotImplementedError
 
-    def synchronize_layer_state(self, run: Step, rank: int) -> None:
+    def synchronize_layer_state(self, step: Step, rank: int) -> None:
         """See `buffer_synchronization.synchronize_layer_state`; within the group."""
-        state = self._take_state(run, rank)
-        if state and run.group_size > 1:
-            self._within_group(state, Reduction([], [], run, rank, self._optimizer))
+        state = self._take_state(step, rank)
+        if state and step.group_size > 1:
+            self._within_group(state, Reduction([], [], step, rank, self._optimizer))
 
     def _within_group(
         self, state: Sequence[LocalView], reduction: Reduction
     ) -> list[Any]:
         return reduce(reduction, [GroupState(state)], WithinGroup(self._reducer))
 
-    def _take_state(self, run: Step, rank: int) -> list[LocalView]:
-        state = run.take_local_state(rank)
+    def _take_state(self, step: Step, rank: int) -> list[LocalView]:
+        state = step.take_local_state(rank)
         for variable in state:
-            if id(variable) not in run.layer_state_kept:
+            if id(variable) not in step.layer_state_kept:
                 raise ConfigurationError(
                     f"A step stores into {variable.name!r}, which is no state of the "
                     "model's layers, and with sync=... replicas train locally: each "
@@ -104,10 +104,10 @@ class LocalTraining(Stage):
                 )
         return state
 
-    def _refuse_second_update(self, run: Step, rank: int, what: str) -> None:
+    def _refuse_second_update(self, step: Step, rank: int, what: str) -> None:
         """Call it once in each trace of `reduced`; `what`: of which a step has one."""
-        before, self._reduced_in[rank] = self._reduced_in.get(rank), run
-        if before is run:
+        before, self._reduced_in[rank] = self._reduced_in.get(rank), step
+        if before is step:
             raise ConfigurationError(
                 f"The optimizer {self._optimizer.name!r} is applied twice in a step, "
                 f"and with sync={self._optimizer.sync!r} a step has one {what}. Apply "

@@ -41,7 +41,7 @@ from tfdp.tracing.loss_checks import (
 )
 from tfdp.tracing.loss_shares import LossShares, Standing
 from tfdp.tracing.rows import Rows
-from tfdp.tracing.run import Mode, Step
+from tfdp.tracing.step import Mode, Step
 
 WEIGHTS_CANCEL = (
     "tfdp: the sample weights of a replica are not 0 and their sum is. With "
@@ -51,7 +51,7 @@ WEIGHTS_CANCEL = (
 
 
 class ReplicaLosses:
-    """Scales the results of Keras' loss functions on one replica of `run`.
+    """Scales the results of Keras' loss functions on one replica of a step.
 
     Args:
       replicas: the number of replicas of the strategy, on all hosts.
@@ -61,26 +61,26 @@ class ReplicaLosses:
 
     def __init__(
         self,
-        run: Step,
+        step: Step,
         rank: Any,
         replicas: int,
         sum_over_replicas: Callable[[tf.Tensor, Any], tf.Tensor],
     ):
-        self._run, self._rank, self._replicas = run, rank, replicas
-        self._shares = run.trace(rank).shares
-        self._is_alone = replicas == 1 and run.mode is not Mode.PADDED
+        self._step, self._rank, self._replicas = step, rank, replicas
+        self._shares = step.trace(rank).shares
+        self._is_alone = replicas == 1 and step.mode is not Mode.PADDED
         self._sum_over_replicas = sum_over_replicas
 
     def scaled_mean(self, loss: MeanLoss) -> Any:
         """This replica's share of the loss: the mean times D_r / D."""
-        run, rank = self._run, self._rank
+        step, rank = self._step, self._rank
         if self._is_alone:
-            _note_own_denominator(run, rank, loss)
+            _note_own_denominator(step, rank, loss)
             return loss.mean
-        run.has_scaled_losses = True
+        step.has_scaled_losses = True
         entries = loss.made_of[0]
         if not entries.shape.rank and len(loss.made_of) > 1:
-            warn_about_weighted_number(run, rank, entries, loss.given_weights)
+            warn_about_weighted_number(step, rank, entries, loss.given_weights)
         if _is_of_shares(self._shares, entries):
             return self._unchanged(loss.mean)
         fraction = self._fraction(loss)
@@ -91,25 +91,25 @@ class ReplicaLosses:
 
     def scaled_penalty(self, value: Any) -> Any:
         """The sum of a model's penalties, and of what layers add, times n_r / n."""
-        run, rank = self._run, self._rank
+        step, rank = self._step, self._rank
         if self._is_alone:
-            _note_penalty(run, rank)
+            _note_penalty(step, rank)
             return value
-        run.has_added_losses = True
+        step.has_added_losses = True
         if is_share(self._shares, value, "add_loss"):
             return self._unchanged(value)
-        _note_penalty(run, rank)
-        fraction = _share_of_rows(run, rank)
+        _note_penalty(step, rank)
+        fraction = _share_of_rows(step, rank)
         return _product(value, self._shares.factor(fraction, value.dtype))
 
     def reported(self, value: Any) -> Any:
         """A share times n / n_r: a mean that a report weights by rows."""
-        run, rank = self._run, self._rank
+        step, rank = self._step, self._rank
         if self._replicas == 1:
             return value  # the share is the whole
         subject = "the model's `compute_loss` returned"
-        reported_standing(run, rank, value, subject)
-        factor = _report_factor(run, rank, value)
+        reported_standing(step, rank, value, subject)
+        factor = _report_factor(step, rank, value)
         return _product(value, self._shares.report_factor(factor, value.dtype))
 
     def _unchanged(self, share: Any) -> Any:
@@ -118,18 +118,18 @@ class ReplicaLosses:
 
     def _fraction(self, loss: MeanLoss) -> Any:
         """This replica's part of the denominator, D_r / D."""
-        run, rank, trace = self._run, self._rank, self._run.trace(self._rank)
+        step, rank, trace = self._step, self._rank, self._step.trace(self._rank)
         rows = trace.rows
         if rows.is_padded:
             is_masked = loss.mask is not None
             is_global = not loss.is_by_weights or trace.has_user_weights or is_masked
             if _weight_denominator(loss) is None or not is_global:
-                _note_mean_of_rows(run, rank)
+                _note_mean_of_rows(step, rank)
                 return _fraction_of_rows(loss, rows)
-        denominator = _own_denominator(run, rank, loss)
+        denominator = _own_denominator(step, rank, loss)
         if denominator is None:
-            _note_mean_of_rows(run, rank)
-            return _share_of_rows(run, rank)
+            _note_mean_of_rows(step, rank)
+            return _share_of_rows(step, rank)
         denominator = _not_cancelled(denominator, loss)
         denominator = tf.stop_gradient(tf.cast(denominator, tf.float32))
         # Dummy rows count neither in the numerator nor in the denominator.
@@ -139,7 +139,7 @@ class ReplicaLosses:
             mask = tf.cast(loss.mask, tf.float32)
             counted = tf.reduce_sum(mask * rows.weights(mask.shape.rank))
         total = self._sum_over_replicas(counted, rank)
-        _note_total(run, rank, total, loss)
+        _note_total(step, rank, total, loss)
         return tf.math.divide_no_nan(denominator, total)
 
 
@@ -147,18 +147,18 @@ def _product(value: Any, factor: Any) -> Any:
     return keras.ops.multiply(value, factor)
 
 
-def _share_of_rows(run: Step, rank: Any) -> Any:
-    return run.even_share if run.is_even else run.share_in_group(rank)
+def _share_of_rows(step: Step, rank: Any) -> Any:
+    return 1.0 / step.group_size if step.is_even else step.share_in_group(rank)
 
 
-def _report_factor(run: Step, rank: Any, value: Any) -> Any:
+def _report_factor(step: Step, rank: Any, value: Any) -> Any:
     """n / n_r, or 1: the factor from a share to the reported number."""
     if value.shape.rank:
         return 1.0  # losses of rows, which were not scaled
-    if run.is_even:
-        return float(run.group_size)
+    if step.is_even:
+        return float(step.group_size)
     return tf.math.divide_no_nan(
-        run.total_in_group(rank), tf.cast(run.count_of(rank), tf.float32)
+        step.total_in_group(rank), tf.cast(step.count_of(rank), tf.float32)
     )
 
 
@@ -180,37 +180,37 @@ def _is_of_shares(shares: LossShares, values: Any) -> bool:
     return standing is Standing.SHARE
 
 
-def _note_own_denominator(run: Step, rank: Any, loss: MeanLoss) -> None:
+def _note_own_denominator(step: Step, rank: Any, loss: MeanLoss) -> None:
     """Records the divisor of an unscaled loss for accumulation (`batch_weight`)."""
-    denominator = _own_denominator(run, rank, loss)
+    denominator = _own_denominator(step, rank, loss)
     if denominator is None:
-        _note_mean_of_rows(run, rank)
+        _note_mean_of_rows(step, rank)
     else:
         total = tf.stop_gradient(tf.cast(denominator, tf.float32))
-        _note_total(run, rank, total, loss)
+        _note_total(step, rank, total, loss)
 
 
-def _note_total(run: Step, rank: Any, total: tf.Tensor, loss: MeanLoss) -> None:
+def _note_total(step: Step, rank: Any, total: tf.Tensor, loss: MeanLoss) -> None:
     of = loss.given_weights if loss.is_by_weights else loss.given_mask
     if of is None:
-        note_denominator(run, rank, Denominator(total, Kind.COUNTED, loss.values))
+        note_denominator(step, rank, Denominator(total, Kind.COUNTED, loss.values))
     else:
-        note_denominator(run, rank, Denominator(total, of))
+        note_denominator(step, rank, Denominator(total, of))
 
 
-def _note_mean_of_rows(run: Step, rank: Any) -> None:
-    note_denominator(run, rank, Denominator(None))
+def _note_mean_of_rows(step: Step, rank: Any) -> None:
+    note_denominator(step, rank, Denominator(None))
 
 
-def _note_penalty(run: Step, rank: Any) -> None:
+def _note_penalty(step: Step, rank: Any) -> None:
     # Equal on all replicas.
-    note_denominator(run, rank, Denominator(None, of=Kind.PENALTY))
+    note_denominator(step, rank, Denominator(None, of=Kind.PENALTY))
 
 
-def _own_denominator(run: Step, rank: Any, loss: MeanLoss) -> Any:
+def _own_denominator(step: Step, rank: Any, loss: MeanLoss) -> Any:
     """D_r if it is not proportional to the rows of the batch, else None."""
     denominator = _weight_denominator(loss)
-    if denominator is None and not has_entry_per_row(run, rank, loss.values):
+    if denominator is None and not has_entry_per_row(step, rank, loss.values):
         return loss.divisor
     return denominator
 
@@ -252,12 +252,12 @@ class OwnLosses(MutableSequence):
     """The losses of a layer (`add_loss`), a separate list for each replica: eager
     replicas take turns, and one would clear, or count, the losses of another."""
 
-    def __init__(self, run: Step) -> None:
-        self._run = run
+    def __init__(self, step: Step) -> None:
+        self._step = step
 
     @property
     def _own(self) -> list[Any]:
-        return self._run.here.layer_losses[id(self)]
+        return self._step.here.layer_losses[id(self)]
 
     def __getitem__(self, place: Any) -> Any:
         return self._own[place]
@@ -275,32 +275,32 @@ class OwnLosses(MutableSequence):
         self._own.insert(place, loss)
 
 
-def added_loss_overrides(model: Any, run: Step) -> Iterator[Override]:
+def added_loss_overrides(model: Any, step: Step) -> Iterator[Override]:
     """Overrides that give each replica its own losses of the layers of `model`."""
-    if not isinstance(model, keras.Model) or run.replicas == 1:
+    if not isinstance(model, keras.Model) or step.replicas == 1:
         return
     for layer in layers_within(model):
-        yield Override(layer, LOSSES, instead(OwnLosses(run)))
+        yield Override(layer, LOSSES, instead(OwnLosses(step)))
         if isinstance(layer, keras.Model):
-            yield Override(layer, ADD_UP, around(_add_up, layer, run))
+            yield Override(layer, ADD_UP, around(_add_up, layer, step))
 
 
-def _add_up(add_up: Any, model: keras.Model, run: Step, loss: Any) -> Any:
+def _add_up(add_up: Any, model: keras.Model, step: Step, loss: Any) -> Any:
     """Adds a layer's `add_loss` to the model's; values of rows as a sum, a share."""
     rank, given = current_rank(), tf.convert_to_tensor(loss)
-    shares = run.trace(rank).shares
+    shares = step.trace(rank).shares
     if shares.standing_of(given) is Standing.LOCAL:
         shapes = {tuple(weight.shape) for weight in model.trainable_weights}
-        if given.shape.rank != 0 and are_values_of_rows(run, rank, given, shapes):
+        if given.shape.rank != 0 and are_values_of_rows(step, rank, given, shapes):
             if not given.dtype.is_floating:
                 given = tf.cast(given, keras.config.floatx())
             loss = tf.reduce_sum(given) * shares.factor(1.0, given.dtype)
         else:
-            warn_about_added_sum(run, rank, given)
+            warn_about_added_sum(step, rank, given)
     return add_up(loss)
 
 
-def reduction_overrides(model: Any, run: Step, step: Any) -> Iterator[Override]:
+def reduction_overrides(model: Any, step: Step, fn: Any) -> Iterator[Override]:
     """Overrides that make compiled losses with `reduction="sum"` return shares.
 
     Keras does not scale sums. So row losses are multiplied by a recorded factor 1
@@ -309,39 +309,39 @@ def reduction_overrides(model: Any, run: Step, step: Any) -> Iterator[Override]:
     """
     # If both are Keras' own, nothing divides a sum.
     stock = keras.Model.compute_loss
-    is_stock = is_stock_step(step) and type(model).compute_loss is stock
+    is_stock = is_stock_step(fn) and type(model).compute_loss is stock
     losses = given_losses(model) if isinstance(model, keras.Model) else []
-    if losses and run.replicas > 1:
-        yield Override(model, "compute_loss", around(_checked_loss, run))
+    if losses and step.replicas > 1:
+        yield Override(model, "compute_loss", around(_checked_loss, step))
     # One loss may serve several outputs: override it once.
     for loss in {id(loss): loss for loss in losses}.values():
         if isinstance(loss, keras.losses.Loss) and loss.reduction == "sum":
-            yield Override(loss, "call", around(_losses_of_rows, run, is_stock))
+            yield Override(loss, "call", around(_losses_of_rows, step, is_stock))
 
 
 def _losses_of_rows(
-    call: Any, run: Step, is_stock: bool, *args: Any, **kwargs: Any
+    call: Any, step: Step, is_stock: bool, *args: Any, **kwargs: Any
 ) -> Any:
     losses = call(*args, **kwargs)
     is_rows = tf.is_tensor(losses) and losses.shape.rank != 0
     if not is_rows or tf.distribute.in_cross_replica_context():
         return losses  # a scalar may be anything
     rank = current_rank()
-    warn_about_sum_of_all(run, rank, losses)
+    warn_about_sum_of_all(step, rank, losses)
     if is_stock:
-        note_denominator(run, rank, Denominator(None, of=Kind.SUM))
-    run.has_scaled_losses = True
-    return losses * run.trace(rank).shares.factor(1.0, losses.dtype)
+        note_denominator(step, rank, Denominator(None, of=Kind.SUM))
+    step.has_scaled_losses = True
+    return losses * step.trace(rank).shares.factor(1.0, losses.dtype)
 
 
-def _checked_loss(compute: Any, run: Step, *args: Any, **kwargs: Any) -> Any:
+def _checked_loss(compute: Any, step: Step, *args: Any, **kwargs: Any) -> Any:
     """Refuses losses of rows to which a mean or sum was added: one device counts it
     once per row of the global batch, and a replica does not have their number then."""
     loss = compute(*args, **kwargs)
     if not tf.is_tensor(loss) or not loss.shape.rank:
         return loss
-    warn_about_sum_of_all(run, current_rank(), loss)
-    if run.here.shares.standing_of(loss) is Standing.LOCAL:
+    warn_about_sum_of_all(step, current_rank(), loss)
+    if step.here.shares.standing_of(loss) is Standing.LOCAL:
         return loss
     raise ConfigurationError(
         "A loss with reduction='none' was added to another one that is a mean "

@@ -18,8 +18,8 @@ from tfdp.lint.op_kinds import is_extreme
 from tfdp.lint.terms import change_of, outermost
 from tfdp.lint.values import SAME, SCALED, Term, Value
 from tfdp.tracing.loss_shares import Standing
-from tfdp.tracing.run import Step
 from tfdp.tracing.state_checks import own_handle
+from tfdp.tracing.step import Step
 
 MOVES_BY_ITSELF = "something that depends on its own value, such as a running mean"
 NO_SUM = "a sum of what is none over rows, such as of maxima or of roots"
@@ -30,50 +30,50 @@ REMEDY = (
 )
 
 
-def warn_if_rows_counted(run: Step) -> None:
+def warn_if_rows_counted(step: Step) -> None:
     """Warns of metric values that adding over replicas makes wrong."""
-    if run.replicas == 1:
+    if step.replicas == 1:
         return
-    handles = {own_handle(variable, rank) for rank, variable, _, _ in run.counted}
-    for rank, variable, tensor, is_added in run.counted:
-        if id(variable) in run.checked_numbers:
+    handles = {own_handle(variable, rank) for rank, variable, _, _ in step.counted}
+    for rank, variable, tensor, is_added in step.counted:
+        if id(variable) in step.checked_numbers:
             continue
-        value = run.analysis(rank).value(tensor)
+        value = step.analysis(rank).value(tensor)
         own, is_running = own_handle(variable, rank), is_extreme(tensor.op)
         what = _what_is_counted(value, own, handles, is_added, is_running)
         if what is not None:
             name = variable.name.split(":")[0]
-            run.state_suspicions.add(
+            step.state_suspicions.add(
                 f"what a metric counts in {name!r} is added up over the replicas, and "
                 f"it looks like {what}. {REMEDY}"
             )
 
 
-def warn_if_steps_counted(run: Step, metrics: Iterable[keras.metrics.Metric]) -> None:
+def warn_if_steps_counted(step: Step, metrics: Iterable[keras.metrics.Metric]) -> None:
     """Warns of sums of losses that are divided by steps: each replica adds its share of
     a loss, but one whole step."""
-    if run.replicas == 1:
+    if step.replicas == 1:
         return
     owners = {id(v.value): metric for metric in metrics for v in metric.variables}
     adds_shares, counts_steps = set(), set()
-    for rank, variable, value, is_added in run.counted:
+    for rank, variable, value, is_added in step.counted:
         metric = owners.get(id(variable))
-        if metric is None or id(variable) in run.checked_numbers:
+        if metric is None or id(variable) in step.checked_numbers:
             continue
         handle = outermost(own_copy(variable, rank).handle)
         term = value if is_added else change_of(handle, value)
         if term is None:
             continue
-        step = tf.get_static_value(term)
-        if step is not None and np.size(step) == 1 and abs(step) == 1:
+        change = tf.get_static_value(term)
+        if change is not None and np.size(change) == 1 and abs(change) == 1:
             counts_steps.add(metric.name)
-        elif run.trace(rank).shares.standing_of(term) is Standing.SHARE:
+        elif step.trace(rank).shares.standing_of(term) is Standing.SHARE:
             adds_shares.add(metric.name)
     for name in adds_shares & counts_steps:
-        run.state_suspicions.add(
-            f"the metric {name!r} adds up a loss, and each of {run.replicas} "
+        step.state_suspicions.add(
+            f"the metric {name!r} adds up a loss, and each of {step.replicas} "
             "replicas adds its share; and counts steps, and each adds one: its "
-            f"quotient is 1/{run.replicas} of the loss. Sum the loss first, "
+            f"quotient is 1/{step.replicas} of the loss. Sum the loss first, "
             "tfdp.losses.all_sum(loss); or, in a "
             "model's train_step, give it to a keras.metrics.Mean, or to "
             "super().update_state of a subclass of it"

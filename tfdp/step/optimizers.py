@@ -43,7 +43,7 @@ from tfdp.seams.replace import Override, instance_attributes, instead
 from tfdp.step.buffer_synchronization import synchronize_layer_state
 from tfdp.step.find_optimizers import innermost_optimizers
 from tfdp.tracing.keras_steps import VARIABLES
-from tfdp.tracing.run import Step, call_before_step, current_run
+from tfdp.tracing.step import Step, call_before_step, current_step
 from tfdp.variables.in_shards import is_in_shards, is_stored_in_shards
 
 # What a loss scaler has besides the optimizer that it wraps.
@@ -52,10 +52,10 @@ ALREADY_REDUCED = {REDUCE: lambda grads_and_vars: grads_and_vars}
 
 
 class Overridden:
-    """An optimizer that gets reduced gradients in `run`, and what is known of it."""
+    """An optimizer that gets reduced gradients in a step, and what is known of it."""
 
-    def __init__(self, optimizer: Optimizer, run: Step):
-        self.optimizer, self.run = optimizer, run
+    def __init__(self, optimizer: Optimizer, step: Step):
+        self.optimizer, self.step = optimizer, step
         self.shards = shards_of(optimizer)
         self.leaves = innermost_optimizers(optimizer)
         accumulates = any(leaf.gradient_accumulation_steps for leaf in self.leaves)
@@ -71,11 +71,11 @@ class Overridden:
 
 
 def optimizer_overrides(
-    optimizers: Iterable[Optimizer], run: Step
+    optimizers: Iterable[Optimizer], step: Step
 ) -> Iterator[Override]:
     """Overrides that make `optimizers` reduce before they clip, test and update; nested
     ones (a loss scaler's, a group's) only if they are called directly."""
-    known = [Overridden(optimizer, run) for optimizer in optimizers]
+    known = [Overridden(optimizer, step) for optimizer in optimizers]
     some_defer = not all(facts.reduces_first for facts in known)
     for facts in known:
         for name, method in _method_overrides(facts, some_defer).items():
@@ -85,7 +85,7 @@ def optimizer_overrides(
 def _method_overrides(facts: Overridden, some_defer: bool) -> dict[str, Any]:
     """`some_defer`: whether an optimizer, maybe one that holds this one, accumulates
     and sums in its update, so that clipping has to wait for the sum."""
-    optimizer, run = facts.optimizer, facts.run
+    optimizer, step = facts.optimizer, facts.step
     overrides: dict[str, Any] = {}
     if type(optimizer).scale_loss is not Optimizer.scale_loss:
         overrides["scale_loss"] = functools.partial(_scale_loss, optimizer)
@@ -109,7 +109,7 @@ def _method_overrides(facts: Overridden, some_defer: bool) -> dict[str, Any]:
     clip = own.get(CLIP, by_keras(optimizer, CLIP))
 
     def clip_unless_deferred(gradients: Sequence[Any]) -> Any:
-        is_deferred = current_run() is not None and run.reduces_in_update
+        is_deferred = current_step() is not None and step.reduces_in_update
         return gradients if is_deferred else clip(gradients)
 
     own[CLIP] = clip_unless_deferred
@@ -138,16 +138,16 @@ def _apply(
     original: Callable[..., Any] | None = None,
 ) -> Any:
     """Keras' `apply` with reduced gradients; `original` makes the update."""
-    optimizer, run, found = facts.optimizer, facts.run, current_run()
+    optimizer, step, found = facts.optimizer, facts.step, current_step()
     original = original or type(optimizer).apply.__get__(optimizer)
     # A nested optimizer is called with gradients that the outer one has reduced.
-    if found is None or run.is_updating:
+    if found is None or step.is_updating:
         return _noting_draws(facts, original, gradients, trainable_variables)
     rank = found[1]
     # Lists, because Keras passes zips, which can be read once only.
     gradients = list(gradients)
     variables = None if trainable_variables is None else list(trainable_variables)
-    run.note_gradients(rank, gradients, optimizer.name)
+    step.note_gradients(rank, gradients, optimizer.name)
     gradients = [
         tf.convert_to_tensor(one) if isinstance(one, VARIABLES) else one
         for one in gradients
@@ -158,23 +158,23 @@ def _apply(
         build_before_step(optimizer, variables)
     built_with = variables or variables_built_with(optimizer)
     are_stored = [getattr(v, OVERWRITTEN, False) for v in built_with]
-    if variables is not None and run.replicas > 1 and any(are_stored):
-        gradients = maximize_stored_values(gradients, variables, run, optimizer)
+    if variables is not None and step.replicas > 1 and any(are_stored):
+        gradients = maximize_stored_values(gradients, variables, step, optimizer)
     if facts.reduces_first:
         pairs = enumerate(zip(gradients, are_stored, strict=True))
         places = [i for i, (one, stored) in pairs if one is not None and not stored]
         sent, targets = [gradients[i] for i in places], [built_with[i] for i in places]
-        reduced = reduce_gradients(sent, run, rank, targets, optimizer)
+        reduced = reduce_gradients(sent, step, rank, targets, optimizer)
         for place, gradient in zip(places, reduced, strict=True):
             gradients[place] = gradient
     else:
-        synchronize_layer_state(run, rank)
+        synchronize_layer_state(step, rank)
 
     def update() -> None:
-        with run.updating(reduces=not facts.reduces_first):
+        with step.updating(reduces=not facts.reduces_first):
             _noting_draws(facts, original, gradients, variables)
 
-    reduction = Reduction(gradients, built_with, run, rank, optimizer)
+    reduction = Reduction(gradients, built_with, step, rank, optimizer)
     update_through(reduction, update)
     return None
 
@@ -186,7 +186,7 @@ def _check(facts: Overridden) -> None:
         sharded_optimizers().check_own_hooks(facts.optimizer)
         for leaf in facts.leaves:
             sharded_optimizers().check_shardable(leaf)
-    if facts.run.replicas == 1:
+    if facts.step.replicas == 1:
         return
     for leaf in facts.own_reduction:
         raise ConfigurationError(
@@ -243,7 +243,7 @@ def build_before_step(optimizer: Optimizer, variables: list[Any]) -> None:
             optimizer.build(variables)
         optimizer.built = True
 
-    if current_run() is None:
+    if current_step() is None:
         build()
     else:
         if any(map(is_stored_in_shards, variables)):
@@ -267,7 +267,7 @@ def _scale_loss(optimizer: Any, loss: Any) -> Any:
     A loss scaler that is not built multiplies by a constant, which a graph would keep.
     """
     scale_loss = type(optimizer).scale_loss.__get__(optimizer)
-    if optimizer.built or current_run() is None:
+    if optimizer.built or current_step() is None:
         return scale_loss(loss)
     is_scaler = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     if is_scaler and not _scale_state(optimizer):
@@ -307,21 +307,21 @@ def _check_finite(facts: Overridden, gradients: Sequence[Any]) -> tf.Tensor:
             "which would look at each replica's part of the gradients, or its shards: "
             "leave out shard= and gradient_accumulation_steps, or the method."
         )
-    return agree_finite(optimizer, gradients, facts.run, current_rank())
+    return agree_finite(optimizer, gradients, facts.step, current_rank())
 
 
 def _reduce(
     facts: Overridden, grads_and_vars: Sequence[tuple[Any, Any]]
 ) -> list[tuple[Any, Any]]:
     """Reduces, and then clips, gradients that were not reduced before."""
-    optimizer, run, shards = facts.optimizer, facts.run, facts.shards
+    optimizer, step, shards = facts.optimizer, facts.step, facts.shards
     pairs = list(grads_and_vars)
-    if current_run() is None or not run.reduces_in_update:
+    if current_step() is None or not step.reduces_in_update:
         return pairs
     places = [i for i, (gradient, _) in enumerate(pairs) if gradient is not None]
     variables = [pairs[i][1] for i in places]
     gradients = [pairs[i][0] for i in places]
-    reduced = reduce_gradients(gradients, run, current_rank(), variables, optimizer)
+    reduced = reduce_gradients(gradients, step, current_rank(), variables, optimizer)
     clipped = (
         by_keras(optimizer, CLIP)(reduced)
         if shards is None
@@ -337,7 +337,7 @@ def _reduce(
 @contextlib.contextmanager
 def takes_reduced(optimizer: Optimizer) -> Iterator[None]:
     """Makes `optimizer` treat its gradients as reduced already within the context."""
-    shards, found = shards_of(optimizer), current_run()
+    shards, found = shards_of(optimizer), current_step()
     with contextlib.ExitStack() as stack:
         if found is not None:
             stack.enter_context(found[0].updating())
@@ -354,26 +354,26 @@ def _noting_draws(
     facts: Overridden, update: Callable[..., Any], gradients: Any, variables: Any
 ) -> Any:
     """Calls `update`, and notes what it builds for `warn_about_draws`."""
-    run = facts.run
+    step = facts.step
     # As in a user's own merge_call: one draw for all copies.
     is_noted = not (tf.executing_eagerly() or tf.distribute.in_cross_replica_context())
-    is_noted = is_noted and run.replicas > 1 and not run.is_local
-    if not is_noted or run.here is not run.traces[0]:  # one replica is enough
+    is_noted = is_noted and step.replicas > 1 and not step.is_local
+    if not is_noted or step.here is not step.traces[0]:  # one replica is enough
         return update(gradients, variables)
     graph = tf.compat.v1.get_default_graph()
     before = len(graph.get_operations())
     result = update(gradients, variables)
     names = sorted({type(each).__name__ for each in (facts.optimizer, *facts.leaves)})
-    run.updates_built.append((", ".join(names), graph.get_operations()[before:]))
+    step.updates_built.append((", ".join(names), graph.get_operations()[before:]))
     return result
 
 
-def warn_about_draws(run: Step) -> None:
+def warn_about_draws(step: Step) -> None:
     """Warns of updates with TensorFlow's random ops: their seeds differ by replica, and
     those of `keras.random` do not."""
-    for names, built in run.updates_built:
+    for names, built in step.updates_built:
         if any(map(draws, operations_within(built))):
-            run.state_suspicions.add(
+            step.state_suspicions.add(
                 f"the optimizer {names} draws random numbers with TensorFlow ops, "
                 "which differ on each replica, so the copies of the weights diverge. "
                 "Draw with keras.random and a keras.random.SeedGenerator in the "
@@ -393,7 +393,7 @@ def is_overwritten(variable: Any) -> bool:
 
 
 def maximize_stored_values(
-    gradients: list[Any], variables: Sequence[Any], run: Step, optimizer: Optimizer
+    gradients: list[Any], variables: Sequence[Any], step: Step, optimizer: Optimizer
 ) -> list[Any]:
     """`gradients`, where values to store are the elementwise maximum over all replicas.
 
@@ -418,7 +418,7 @@ def maximize_stored_values(
     if not new:
         return gradients
     results = list(gradients)
-    maxima = largest_of_replicas(list(new.values()), run, current_rank(), optimizer)
+    maxima = largest_of_replicas(list(new.values()), step, current_rank(), optimizer)
     for place, part in zip(new, maxima, strict=True):
         flat = tf.reshape(gradients[place], [-1])
         whole = tf.concat([part, flat[part.shape[0] :]], axis=0)

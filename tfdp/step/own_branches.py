@@ -15,7 +15,7 @@ import tensorflow as tf
 from tfdp._private.step_ops import names_called
 from tfdp.errors import CollectiveError
 from tfdp.lint.op_kinds import is_conditional
-from tfdp.tracing.run import Step
+from tfdp.tracing.step import Step
 
 # The number of rows is mostly equal on all replicas, and so are decisions by it.
 REASONS = {
@@ -26,19 +26,19 @@ REASONS = {
 }
 
 
-def refuse_own_branches(run: Step, branches: Sequence[tuple[int, tf.Graph]]) -> None:
+def refuse_own_branches(step: Step, branches: Sequence[tuple[int, tf.Graph]]) -> None:
     """Refuses branches with exchanges on which a replica's own data decides."""
-    if run.replicas == 1:
+    if step.replicas == 1:
         return
     decided_by: dict[int, list[Any]] = {}
     for rank, branch in dict.fromkeys(branches):
         condition = _condition_of(branch)
         if condition is None:
             continue
-        why = own_source_of(run, rank, condition)
+        why = own_source_of(step, rank, condition)
         if why is not None:
             raise CollectiveError(_message(why))
-        decided_by.setdefault(rank, []).append(_drawn(run, rank, condition))
+        decided_by.setdefault(rank, []).append(_drawn(step, rank, condition))
     if len(set(map(tuple, decided_by.values()))) > 1:
         raise CollectiveError(_message("by its rank, or by a number that it draws"))
 
@@ -63,13 +63,13 @@ def _condition_of(branch: tf.Graph) -> tf.Tensor | None:
     return None
 
 
-def own_source_of(run: Step, rank: int, value: tf.Tensor) -> str | None:
+def own_source_of(step: Step, rank: int, value: tf.Tensor) -> str | None:
     """Which data of its own a replica computes a value from; None: no such data."""
-    local = run.analysis(rank).value(value).local
+    local = step.analysis(rank).value(value).local
     return next((words for reason, words in REASONS.items() if reason in local), None)
 
 
-def _drawn(run: Step, rank: int, value: tf.Tensor) -> frozenset[str]:
+def _drawn(step: Step, rank: int, value: tf.Tensor) -> frozenset[str]:
     """Reasons to differ by replica, except rows: its rank, seeds of random numbers."""
-    local = run.analysis(rank).value(value).local
+    local = step.analysis(rank).value(value).local
     return frozenset(one for one in local if one not in ("rows", "counts"))

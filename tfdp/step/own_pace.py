@@ -31,7 +31,7 @@ from tfdp.step.local_values import LocalValues
 from tfdp.step.loop_ends import call_at_loops
 from tfdp.step.owned_parts import OwnedParts
 from tfdp.sync.asynchronous import Asynchronous
-from tfdp.tracing.run import Step
+from tfdp.tracing.step import Step
 from tfdp.variables.local_view import LocalView
 
 
@@ -90,15 +90,15 @@ class OwnPace(LocalTraining):
             and id(one) not in known
         ]
 
-    def before_step(self, run: Step) -> None:
-        if run.guard is not None or run.stages:
+    def before_step(self, step: Step) -> None:
+        if step.guard is not None or step.stages:
             raise ConfigurationError(
                 "sync=Asynchronous() does not go with callbacks that look into sums of "
                 "gradients (NaNGuard, GradientNoiseScale, AdaScale, Stragglers): no "
                 "step has such a sum. Leave them out, or sync."
             )
         self._refuse_outside_of_fit()
-        super().before_step(run)
+        super().before_step(step)
 
     def _refuse_outside_of_fit(self) -> None:
         if not self._is_open:
@@ -111,12 +111,12 @@ class OwnPace(LocalTraining):
     def reduced(self, own: Reduction, weight: tf.Tensor | None) -> list[Any]:
         """Pushes the mean gradient of this host's batch, and pulls the weights."""
         rank, gradients = own.rank, own.gradients
-        self._refuse_second_update(own.run, rank, "push")
-        self.synchronize_layer_state(own.run, rank)
+        self._refuse_second_update(own.step, rank, "push")
+        self.synchronize_layer_state(own.step, rank)
         places = [variable_index(self._optimizer, one) for one in own.variables]
         types = [variable.value.dtype for variable in own.variables]
         rate = tf.convert_to_tensor(self._inner.learning_rate)
-        numbers = [tf.cast(rate, tf.float32), own.run.total_in_group(rank)]
+        numbers = [tf.cast(rate, tf.float32), own.step.total_in_group(rank)]
         # TensorFlow keeps functions of its graphs: this training may end before.
         push, are_rows = weakref.WeakMethod(self._push), list(map(_is_rows, gradients))
         self._pulled[rank] = self._transport.late.call_with(

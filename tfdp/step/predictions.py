@@ -17,7 +17,7 @@ from tfdp._private.names import PerReplica
 from tfdp.errors import ConfigurationError
 from tfdp.lint.registry import is_of_graph
 from tfdp.lint.values import SELECTED, Term
-from tfdp.tracing.run import Step
+from tfdp.tracing.step import Step
 
 NO_ROWS = (
     "tfdp: {name} of the prediction is not one value for each row, and replicas have "
@@ -37,7 +37,7 @@ BUCKETS = 2**62
 
 def joined_outputs(
     outputs: Any,
-    run: Step,
+    step: Step,
     strategy: tf.distribute.Strategy,
     of_all_hosts: Callable[[tf.Tensor], tf.Tensor],
     real_rows_of: Callable[[list[Any]], list[Any]],
@@ -67,7 +67,7 @@ def joined_outputs(
     with_rows = []
     for place, leaf in enumerate(leaves):
         parts = parts_of(leaf)
-        if not _are_dense(parts) or _has_rows(run, parts[0]):
+        if not _are_dense(parts) or _has_rows(step, parts[0]):
             with_rows.append(place)
         else:
             (leaves[place],) = checked(place, parts[:1], parts, parts, NO_ROWS)
@@ -107,23 +107,23 @@ def _mark(value: tf.Tensor) -> tf.Tensor:
         return tf.strings.to_hash_bucket_fast(tf.io.serialize_tensor(value), BUCKETS)
 
 
-def _has_rows(run: Step, output: tf.Tensor) -> bool:
+def _has_rows(step: Step, output: tf.Tensor) -> bool:
     """Whether the first axis of the first replica's output is that of its rows; where
     that is unknown, whether it may be."""
     if not output.shape.rank:
         return False
     if is_of_graph(output):
-        value = run.analysis(0).value(output)
+        value = step.analysis(0).value(output)
         if value.axes:
             return value.axes == (0,) and value.each != SELECTED
         if Term.REPLICATED in value.terms and not value.local:
             return False  # of variables, or of all replicas
-    batch = run.traces[0].batch
+    batch = step.traces[0].batch
     rows, length = batch[0].shape[0] if batch else None, output.shape[0]
     if length is None:
         return True
     if rows is None and tf.executing_eagerly():
-        rows = run.count_of(0)
+        rows = step.count_of(0)
     return rows is not None and (rows == 0 or length % int(rows) == 0)
 
 

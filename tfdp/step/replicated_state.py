@@ -23,7 +23,7 @@ from tfdp._private.optimizer_hooks import ACCUMULATOR_NAME, is_between_updates
 from tfdp.chain.compression import STATE
 from tfdp.sharding.variables import ShardedVariable
 from tfdp.step.find_optimizers import make_equal, optimizers_of
-from tfdp.step.local_run import groups_across
+from tfdp.step.local_step import groups_across
 from tfdp.variables.mirrored import is_seed_state
 
 

@@ -23,7 +23,7 @@ from tfdp._private.names import DistributedVariable, current_rank
 from tfdp.lint.op_kinds import is_constant
 from tfdp.lint.registry import is_of_graph, key_of
 from tfdp.seams.replace import Override, instead, replace_for_good
-from tfdp.step.local_run import SumOverHosts, summed_over_hosts
+from tfdp.step.local_step import SumOverHosts, summed_over_hosts
 from tfdp.tracing.keras_steps import as_tensors
 from tfdp.tracing.loss_checks import (
     reported_standing,
@@ -31,7 +31,7 @@ from tfdp.tracing.loss_checks import (
     warn_about_returned,
 )
 from tfdp.tracing.loss_shares import Standing
-from tfdp.tracing.run import Step, current_run
+from tfdp.tracing.step import Step, current_step
 
 # The shape of a Keras loss of an empty replica in eager mode, where Keras does not
 # reduce it.
@@ -59,13 +59,13 @@ class NotedResults:
 
 def report_overrides(
     model: Any,
-    run: Step,
+    step: Step,
     made_metrics: Sequence[keras.metrics.Metric],
     noted: NotedResults,
 ) -> Iterator[Override]:
     """Overrides that make means of `model` weight the replicas' numbers by their rows;
     `noted` gets the results of its metrics."""
-    if not isinstance(model, keras.Model) or run.replicas == 1:
+    if not isinstance(model, keras.Model) or step.replicas == 1:
         return
     metrics = _metrics_of(model, made_metrics)
     for metric in {id(one): one for one in metrics}.values():
@@ -73,20 +73,20 @@ def report_overrides(
             # Keras' own counts are exact; numbers for them are checked when they are
             # passed.
             own = metric.variables
-            run.checked_numbers.update(id(variable.value) for variable in own)
-        run.weighted_means.add(id(metric))
+            step.checked_numbers.update(id(variable.value) for variable in own)
+        step.weighted_means.add(id(metric))
         result = functools.partial(_result, metric, noted)
         yield Override(metric, "result", instead(result))
 
 
-def recorded(step: Callable, run: Step) -> Callable:
+def recorded(fn: Callable, step: Step) -> Callable:
     """Wraps `step` for eager mode, recording what depends on its losses' factors."""
 
-    @functools.wraps(step)
+    @functools.wraps(fn)
     def recorded_step(*args: Any, **kwargs: Any) -> Any:
-        shares = run.here.shares
+        shares = step.here.shares
         with shares.recording():
-            return step(*args, **kwargs)
+            return fn(*args, **kwargs)
 
     return recorded_step
 
@@ -118,8 +118,8 @@ def _result(metric: Any, noted: NotedResults) -> Any:
 
 
 def _of_replica(metric: Any) -> Step | None:
-    """The run of the calling replica, if it reports `metric`."""
-    found = current_run()  # None in another thread, while this one traces
+    """The step of the calling replica, if it reports `metric`."""
+    found = current_step()  # None in another thread, while this one traces
     is_reported = found is not None and id(metric) in found[0].weighted_means
     return found[0] if found is not None and is_reported else None
 
@@ -129,16 +129,16 @@ def _weighting_numbers(update_state: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(update_state)
     def update(metric: Any, values: Any, sample_weight: Any = None) -> Any:
-        run = _of_replica(metric)
-        if run is not None:
-            values, sample_weight = _weighted(metric, run, values, sample_weight)
+        step = _of_replica(metric)
+        if step is not None:
+            values, sample_weight = _weighted(metric, step, values, sample_weight)
         return update_state(metric, values, sample_weight=sample_weight)
 
     return update
 
 
 def _weighted(
-    metric: Any, run: Step, values: Any, sample_weight: Any
+    metric: Any, step: Step, values: Any, sample_weight: Any
 ) -> tuple[Any, Any]:
     """The values and weights to count for `values`; numbers of all rows by rows."""
     rank = current_rank()
@@ -148,7 +148,7 @@ def _weighted(
     if value.shape.rank is None:
         return values, sample_weight
     is_number = not value.shape.rank
-    if sample_weight is None and _has_no_rows(value, run, rank):
+    if sample_weight is None and _has_no_rows(value, step, rank):
         value = number = tf.reduce_mean(value)
         is_number = True
     if not is_number and (
@@ -156,34 +156,34 @@ def _weighted(
     ):
         return values, sample_weight  # row by row
     if is_number:
-        value = _without_share(metric, run, rank, number, value)
+        value = _without_share(metric, step, rank, number, value)
     else:
         size = tf.cast(tf.size(value), value.dtype)
         value = tf.math.divide_no_nan(tf.reduce_sum(value), size)
-    share = tf.cast(run.share_of(rank), value.dtype)
+    share = tf.cast(step.share_of(rank), value.dtype)
     if sample_weight is None:
         sample_weight = share
     return tf.where(share > 0, value, tf.zeros_like(value)), sample_weight
 
 
-def _has_no_rows(value: tf.Tensor, run: Step, rank: Any) -> bool:
+def _has_no_rows(value: tf.Tensor, step: Step, rank: Any) -> bool:
     """Whether `value` has a static length, and the batch a dynamic one."""
-    batch = [one for one in run.trace(rank).batch if one.shape.rank]
+    batch = [one for one in step.trace(rank).batch if one.shape.rank]
     is_known = bool(value.shape.rank) and value.shape[0] is not None
     return is_known and bool(batch) and all(one.shape[0] is None for one in batch)
 
 
 def _without_share(
-    metric: Any, run: Step, rank: Any, number: Any, value: tf.Tensor
+    metric: Any, step: Step, rank: Any, number: Any, value: tf.Tensor
 ) -> tf.Tensor:
     """`value`, which is `number`, as a mean over the replica's own rows."""
     subject = f"the metric {metric.name!r} was given"
-    standing = reported_standing(run, rank, number, subject)
+    standing = reported_standing(step, rank, number, subject)
     if standing is Standing.LOCAL:
-        warn_about_number(run, rank, metric, value)
+        warn_about_number(step, rank, metric, value)
     if standing is not Standing.SHARE:
         return value
-    in_group = tf.cast(run.share_in_group(rank), value.dtype)
+    in_group = tf.cast(step.share_in_group(rank), value.dtype)
     return tf.math.divide_no_nan(value, in_group)
 
 
@@ -193,13 +193,13 @@ def _checking_numbers(update_state: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(update_state)
     def update(metric: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        run, values = _of_replica(metric), None
-        if run is not None and sample_weight is None:
+        step, values = _of_replica(metric), None
+        if step is not None and sample_weight is None:
             values = own_values(metric, y_true, y_pred)
-        if run is None or values is None:
+        if step is None or values is None:
             return update_state(metric, y_true, y_pred, sample_weight=sample_weight)
         if not values.shape.rank:
-            warn_about_number(run, current_rank(), metric, values)
+            warn_about_number(step, current_rank(), metric, values)
         return keras.metrics.Mean.update_state(metric, values)
 
     return update
@@ -211,7 +211,7 @@ replace_for_good("keras.metrics:MeanMetricWrapper", "update_state", _checking_nu
 
 def reduce_logs(
     logs: Any,
-    run: Step,
+    step: Step,
     noted: NotedResults,
     parts_of: Callable[[Any], Sequence[Any]],
     sum_over_hosts: SumOverHosts | None,
@@ -220,16 +220,16 @@ def reduce_logs(
 
     Args:
       logs: nested per-replica values, in cross-replica context.
-      noted: the results of metrics in `run`.
+      noted: the results of metrics in the step.
       parts_of: returns the values of this host's replicas.
       sum_over_hosts: sums a vector; None: there is one host.
 
     In local training hosts do not wait for each other, so the result is this host's.
     """
-    if run.is_local and sum_over_hosts is not None:
-        _warn_of_own_logs(logs, run, parts_of)
+    if step.is_local and sum_over_hosts is not None:
+        _warn_of_own_logs(logs, step, parts_of)
         sum_over_hosts = None
-    if run.replicas == 1:
+    if step.replicas == 1:
         return logs
     leaves = [_read(leaf) for leaf in tf.nest.flatten(logs)]
     sums: dict[Any, tf.Tensor] = {}
@@ -238,7 +238,7 @@ def reduce_logs(
     for place, leaf in enumerate(leaves):
         # A variable stands for each replica's current value.
         parts = [_read(part) for part in parts_of(leaf)]
-        derivation = _derivation(parts, run, noted)
+        derivation = _derivation(parts, step, noted)
         if derivation is not None:
             derived[place] = derivation
             for result in derivation.results:
@@ -246,9 +246,9 @@ def reduce_logs(
                     if id(variable) not in sums:
                         copies = [one.read_value() for one in variable.value.values]
                         sums[id(variable)] = functools.reduce(operator.add, copies)
-        elif _are_numbers(parts, run):
+        elif _are_numbers(parts, step):
             addends = [
-                _contribution(part, run, rank) for rank, part in enumerate(parts)
+                _contribution(part, step, rank) for rank, part in enumerate(parts)
             ]
             sums[place] = functools.reduce(operator.add, addends)
             types[place] = parts[0].dtype
@@ -272,14 +272,14 @@ def reduce_logs(
 
 
 def _warn_of_own_logs(
-    logs: Any, run: Step, parts_of: Callable[[Any], Sequence[Any]]
+    logs: Any, step: Step, parts_of: Callable[[Any], Sequence[Any]]
 ) -> None:
     """Warns of numbers of its own rows that a step returns; those of metrics cover all
     hosts when an epoch ends."""
     for leaf in tf.nest.flatten(logs):
         part = _read(parts_of(leaf)[0])
-        if is_of_graph(part) and run.analysis(0).value(part).is_of_own_rows:
-            run.suspicions.add(
+        if is_of_graph(part) and step.analysis(0).value(part).is_of_own_rows:
+            step.suspicions.add(
                 "a number is returned that depends on the rows of the batch, and with "
                 "sync=... hosts do not add it up: the logs of each host have that of "
                 "its own rows, so a callback that acts on it may act on one host only. "
@@ -299,7 +299,7 @@ def _read(value: Any) -> Any:
 
 
 def _derivation(
-    parts: Sequence[Any], run: Step, noted: NotedResults
+    parts: Sequence[Any], step: Step, noted: NotedResults
 ) -> Derivation | None:
     """How a step's result derives from results of metrics only; None: it does not."""
 
@@ -317,7 +317,7 @@ def _derivation(
         return Derivation(parts[0], (parts[0],), ())
     derivation = derivation_of(parts[0], is_result)
     if isinstance(derivation, DerivedReport):
-        run.suspicions.add(
+        step.suspicions.add(
             "a number is returned that was computed from a metric's result and from "
             "something else. Each replica computes its own, and their mean is "
             "reported: return the two separately"
@@ -326,10 +326,10 @@ def _derivation(
     return derivation
 
 
-def _are_numbers(parts: Sequence[Any], run: Step) -> bool:
+def _are_numbers(parts: Sequence[Any], step: Step) -> bool:
     # A single value for all replicas is no replica's own.
     is_own = len(parts) == (
-        run.replicas if run.batch.counts is None else len(run.batch.counts)
+        step.replicas if step.batch.counts is None else len(step.batch.counts)
     )
     if not is_own or not all(isinstance(p, tf.Tensor) for p in parts):
         return False
@@ -341,20 +341,20 @@ def _are_numbers(parts: Sequence[Any], run: Step) -> bool:
     return len(ranks) == 1 and None not in ranks and (ranks == {0} or not has_none)
 
 
-def _contribution(value: tf.Tensor, run: Step, rank: int) -> tf.Tensor:
+def _contribution(value: tf.Tensor, step: Step, rank: int) -> tf.Tensor:
     if tuple(value.shape) == NO_LOSSES:
         return tf.zeros([], value.dtype)
-    if reported_standing(run, rank, value, "the step returned") is Standing.SHARE:
-        own = run.own_part(rank, value)
-        if not run.is_local:
+    if reported_standing(step, rank, value, "the step returned") is Standing.SHARE:
+        own = step.own_part(rank, value)
+        if not step.is_local:
             return own
-        return own * tf.cast(run.share_of_group(rank), own.dtype)
-    warn_about_returned(run, rank, value)
+        return own * tf.cast(step.share_of_group(rank), own.dtype)
+    warn_about_returned(step, rank, value)
     if value.dtype.is_integer:
         value = tf.cast(value, tf.float64)  # exact for integers equal on all replicas
-        share = run.share_of(rank, tf.float64)
+        share = step.share_of(rank, tf.float64)
     else:
-        share = tf.cast(run.share_of(rank), value.dtype)
+        share = tf.cast(step.share_of(rank), value.dtype)
     return tf.where(share > 0, value * share, tf.zeros_like(value))
 
 

@@ -20,7 +20,7 @@ from tfdp.hosts.python_calls import counted
 from tfdp.plan.balance import SpeedBalance
 from tfdp.plan.stragglers import COMPUTE
 from tfdp.tracing.rows import rows_between
-from tfdp.tracing.run import Step
+from tfdp.tracing.step import Step
 
 
 class RowShares(Stage):
@@ -69,11 +69,11 @@ class RowShares(Stage):
             )
         )
 
-    def attach(self, run: Step) -> None:
-        """Lets `run` be measured, if it trains."""
-        if run.is_local:
+    def attach(self, step: Step) -> None:
+        """Lets a step be measured, if it trains."""
+        if step.is_local:
             self.refuse("with sync=... a step has no sum of all hosts to decide by")
-        run.stages.append(self)
+        step.stages.append(self)
 
     def refuse(self, why: str) -> NoReturn:
         raise ConfigurationError(
@@ -110,7 +110,7 @@ class RowShares(Stage):
         self._times.after(reduction)
         # A second optimizer of a step has no table.
         if reduction.rank == 0 and len(reduction.riders) < len(riders):
-            self._decide(riders[-1], reduction.run.batch.total)
+            self._decide(riders[-1], reduction.step.batch.total)
 
     def _decide(self, table: tf.Tensor, rows: tf.Tensor) -> None:
         with tf.device("CPU:0"):

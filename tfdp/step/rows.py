@@ -46,86 +46,88 @@ from tfdp.tracing.keras_steps import (
     name_of_step,
 )
 from tfdp.tracing.rows import Rows, find_padded, without_padding
-from tfdp.tracing.run import Step
 from tfdp.tracing.state_checks import (
     handles_of,
     has_same_rows,
     is_of_all_replicas,
     linear_sources,
 )
+from tfdp.tracing.step import Step
 from tfdp.variables.in_shards import is_shard_of_sum
 
 
 def dummy_row_overrides(
-    step: Any, optimizers: Sequence[Any], run: Step
+    fn: Any, optimizers: Sequence[Any], step: Step
 ) -> Iterator[Override]:
     """Overrides that let a model learn nothing from dummy rows: Keras' own `train_step`
     differentiates the result of `compute_loss`, which is set to 0; for other steps the
     gradients are set to 0 when the optimizer gets them."""
-    if not run.has_dummy_rows or not name_of_step(step):
+    if not step.has_dummy_rows or not name_of_step(fn):
         return
     for optimizer in optimizers:
-        yield Override(optimizer, "apply", around(_apply, optimizer, run))
-    run.loss_is_own = is_stock_step(step)
-    if run.loss_is_own:
-        yield Override(step.__self__, "compute_loss", around(_own_loss, run))
+        yield Override(optimizer, "apply", around(_apply, optimizer, step))
+    step.loss_is_own = is_stock_step(fn)
+    if step.loss_is_own:
+        yield Override(fn.__self__, "compute_loss", around(_own_loss, step))
 
 
-def _own_loss(compute: Callable, run: Step, *args: Any, **kwargs: Any) -> Any:
+def _own_loss(compute: Callable, step: Step, *args: Any, **kwargs: Any) -> Any:
     loss = compute(*args, **kwargs)
-    return loss if loss is None else run.here.rows.part(loss)
+    return loss if loss is None else step.here.rows.part(loss)
 
 
 def _apply(
     apply: Callable,
     optimizer: Any,
-    run: Step,
+    step: Step,
     gradients: Sequence[Any],
     trainable_variables: Any = None,
 ) -> Any:
-    if run.is_updating:  # called by another optimizer, with reduced gradients
+    if step.is_updating:  # called by another optimizer, with reduced gradients
         return apply(gradients, trainable_variables)
     rank = current_rank()
-    stored = handles_of(run.trace(rank).local_state.values(), rank)
+    stored = handles_of(step.trace(rank).local_state.values(), rank)
     own = as_tensors(gradients)
     built_with = trainable_variables or variables_built_with(optimizer)
     variables = list(built_with or [None] * len(own))
     for place, (gradient, variable) in enumerate(zip(own, variables, strict=True)):
-        if gradient is None or run.is_own_gradient(rank, gradient):
+        if gradient is None or step.is_own_gradient(rank, gradient):
             continue
         # Shards of sums were reduced already, without dummy rows.
         if variable is not None and is_shard_of_sum(variable, rank, gradient):
             continue
         # Accumulators of the step hold gradients of earlier, real rows; and what it has
         # summed over replicas itself depends on the rows of all.
-        is_of_others = linear_sources(run, rank, [gradient], stored)
-        if is_of_others or is_of_all_replicas(run, rank, gradient):
+        is_of_others = linear_sources(step, rank, [gradient], stored)
+        if is_of_others or is_of_all_replicas(step, rank, gradient):
             continue
-        if has_same_rows(gradient, run, rank):  # added place by place
-            values = run.own_gradient(rank, gradient.values)
+        if has_same_rows(gradient, step, rank):  # added place by place
+            values = step.own_gradient(rank, gradient.values)
             own[place] = tf.IndexedSlices(
                 values, gradient.indices, gradient.dense_shape
             )
         else:
-            own[place] = run.own_gradient(rank, gradient)
-    with run.summing_own_parts(rank):
+            own[place] = step.own_gradient(rank, gradient)
+    with step.summing_own_parts(rank):
         return apply(own, trainable_variables)
 
 
 @contextlib.contextmanager
-def gathering_real_rows(run: Step) -> Iterator[None]:
+def gathering_real_rows(step: Step) -> Iterator[None]:
     """Makes `all_gather` of a replica, along the first axis, leave dummy rows out
     within the context."""
     context = tf.distribute.get_replica_context()
-    gather = functools.partial(_gather, context, run)
+    gather = functools.partial(_gather, context, step)
     with instance_attributes(context, {"all_gather": gather}):
         yield
 
 
-def _gather(context: Any, run: Step, value: Any, axis: int, options: Any = None) -> Any:
+def _gather(
+    context: Any, step: Step, value: Any, axis: int, options: Any = None
+) -> Any:
     original = type(context).all_gather.__get__(context)
     if axis == 0:
-        rows = run.here.rows
+        rows = step.here.rows
         _refuse_padding(rows, value)
         value = tf.nest.map_structure(lambda part: _real_rows(rows, part), value)
     gathered = original(value, axis, options)
@@ -152,14 +154,14 @@ def _real_rows(rows: Rows, value: Any) -> Any:
 
 
 def padding_overrides(
-    model: Any, run: Step, made_metrics: Sequence[keras.metrics.Metric]
+    model: Any, step: Step, made_metrics: Sequence[keras.metrics.Metric]
 ) -> Iterator[Override]:
     """Overrides that exclude padding rows from the loss and metrics of `model`."""
     if not isinstance(model, keras.Model):
         return
 
     overrides: list[tuple[Any, str, Callable]] = [
-        (model, "compute_loss", functools.partial(_compute_loss, run)),
+        (model, "compute_loss", functools.partial(_compute_loss, step)),
         (model, "compute_metrics", _compute_metrics),
     ]
     of_whole_loss, of_outputs = loss_trackers(model)
@@ -180,16 +182,16 @@ def padding_overrides(
         for metric in own_metrics(model, made_metrics)
     ]
     for target, name, override in overrides:
-        make = functools.partial(_on_padded_batch, override, target, run)
+        make = functools.partial(_on_padded_batch, override, target, step)
         yield Override(target, name, make)
 
 
 def _on_padded_batch(
-    override: Callable, target: Any, run: Step, plain: Callable
+    override: Callable, target: Any, step: Step, plain: Callable
 ) -> Callable:
     @functools.wraps(plain)
     def call(*args: Any, **kwargs: Any) -> Any:
-        rows = run.here.rows
+        rows = step.here.rows
         if not rows.is_padded:
             return plain(*args, **kwargs)
         return override(plain, rows, target, *args, **kwargs)
@@ -198,9 +200,9 @@ def _on_padded_batch(
 
 
 def step_on_padded_batch(
-    fn: Callable, step: Callable, model: Any, run: Step
+    fn: Callable, replica_fn: Callable, model: Any, step: Step
 ) -> Callable:
-    """Wraps `step`, which runs instead of `fn`, for a padded batch."""
+    """Wraps `replica_fn`, which runs instead of `fn`, for a padded batch."""
     if not isinstance(model, keras.Model) and not is_predict_step(fn):
         raise ConfigurationError(
             "This batch was padded to a fixed size, and the step is not a method of "
@@ -211,10 +213,10 @@ def step_on_padded_batch(
     @tf.autograph.experimental.do_not_convert
     def step_on_rows(*args: Any, **kwargs: Any) -> Any:
         batch = find_padded((args, kwargs))
-        run.here.rows = Rows.of_padded(batch.rows)  # type: ignore[union-attr]
-        result = step(*without_padding(args), **without_padding(kwargs))
+        step.here.rows = Rows.of_padded(batch.rows)  # type: ignore[union-attr]
+        result = replica_fn(*without_padding(args), **without_padding(kwargs))
         is_own = name_of_step(fn) and not is_stock_step(fn)
-        if is_own and not run.here.loss_is_weighted:
+        if is_own and not step.here.loss_is_weighted:
             raise ConfigurationError(
                 f"{name_of_step(fn)} of {type(model).__name__} takes its loss without "
                 "self.compute_loss(x=x, y=y, y_pred=y_pred), so padding rows of a "
@@ -227,7 +229,7 @@ def step_on_padded_batch(
 
 
 def _compute_loss(
-    run: Step,
+    step: Step,
     compute: Callable,
     rows: Rows,
     model: Any,
@@ -238,8 +240,8 @@ def _compute_loss(
     sample_weight: Any = None,
     **options: Any,
 ) -> Any:
-    run.here.has_user_weights = sample_weight is not None
-    run.here.loss_is_weighted = True
+    step.here.has_user_weights = sample_weight is not None
+    step.here.loss_is_weighted = True
     _refuse_added_losses(model)
     if sample_weight is None:
         weights = keras.tree.map_structure(

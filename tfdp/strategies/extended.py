@@ -16,10 +16,10 @@ import tensorflow as tf
 from tfdp._private import names
 from tfdp.exchange.reducer import Reducer
 from tfdp.plan.shards import Sharding
-from tfdp.step.local_run import refuse_in_local_run
+from tfdp.step.local_step import refuse_in_local_step
 from tfdp.strategies.replica_extended import ReplicaExtended
 from tfdp.tracing.effect_order import ReplicaEffects, warn_about_shared
-from tfdp.tracing.run import Step
+from tfdp.tracing.step import Step
 from tfdp.tracing.trace_order import EagerOrder
 from tfdp.variables.global_seed import independent_draws, with_global_seed
 from tfdp.variables.in_shards import InShards
@@ -56,7 +56,7 @@ class DataParallelExtended(ReplicaExtended, names.MirroredExtended):
             from tfdp.sharding.updates import ShardUpdates
 
             self.shards = ShardUpdates(strategy, devices, reducer, sharding)
-        self.current_run = Step(len(devices))
+        self.current_step = Step(len(devices))
         self.remember_made()
         self._draws_per_replica = draws_per_replica
         super().__init__(strategy, list(devices), cross_device_ops)
@@ -92,23 +92,23 @@ class DataParallelExtended(ReplicaExtended, names.MirroredExtended):
     def _call_for_each_replica(self, fn: Callable, args: Any, kwargs: Any) -> Any:
         building: contextlib.AbstractContextManager = self.building_replicas()
         if tf.executing_eagerly():
-            self.current_run.eager_order = EagerOrder()
+            self.current_step.eager_order = EagerOrder()
             building = contextlib.nullcontext()
         first_draw = self.first_draw if self._draws_per_replica else None
         with building, independent_draws(first_draw) as draw_as:
             effects = ReplicaEffects()
             fn = effects.seen(with_global_seed(fn, draw_as))
             result = super()._call_for_each_replica(fn, args, kwargs)
-            warn_about_shared(self.current_run, effects.put_in_order())
+            warn_about_shared(self.current_step, effects.put_in_order())
         return result
 
     def _replica_ctx_all_reduce(
         self, reduce_op: Any, value: Any, options: Any = None
     ) -> Any:
-        value = _to_reduce(self.current_run, names.current_rank(), reduce_op, value)
+        value = _to_reduce(self.current_step, names.current_rank(), reduce_op, value)
         if tf.executing_eagerly():
             return super()._replica_ctx_all_reduce(reduce_op, value, options)
-        refuse_in_local_run(self.current_run)
+        refuse_in_local_step(self.current_step)
         return self.reduced(reduce_op, value)
 
     def batch_reduce_to(
@@ -117,7 +117,7 @@ class DataParallelExtended(ReplicaExtended, names.MirroredExtended):
         # Eager replicas use this instead of `_replica_ctx_all_reduce`.
         if tf.executing_eagerly():
             value_destination_pairs = [
-                (_parts_to_reduce(self.current_run, reduce_op, value), destinations)
+                (_parts_to_reduce(self.current_step, reduce_op, value), destinations)
                 for value, destinations in value_destination_pairs
             ]
         return super().batch_reduce_to(reduce_op, value_destination_pairs, options)
@@ -163,31 +163,33 @@ class DataParallelExtended(ReplicaExtended, names.MirroredExtended):
         return value
 
 
-def _to_reduce(run: Step, rank: Any, reduce_op: Any, value: Any) -> Any:
+def _to_reduce(step: Step, rank: Any, reduce_op: Any, value: Any) -> Any:
     """A replica's input to a user's reduction, without dummy rows."""
     shards: Any = None
-    if run.trace(rank).shard_gradients:
+    if step.trace(rank).shard_gradients:
         from tfdp.chain import shards
 
-        shards.refuse_sum_of_shards(run, rank, value)
+        shards.refuse_sum_of_shards(step, rank, value)
     if reduce_op != tf.distribute.ReduceOp.SUM:
         return value
 
     def part_to_sum(part: Any) -> Any:
-        if shards is not None and shards.depends_on_shards(run, rank, part):
+        if shards is not None and shards.depends_on_shards(step, rank, part):
             return part  # it has no dummy rows
-        return run.parts_to_sum(rank, part)
+        return step.parts_to_sum(rank, part)
 
     return tf.nest.map_structure(part_to_sum, value)
 
 
-def _parts_to_reduce(run: Step, reduce_op: Any, value: Any) -> Any:
+def _parts_to_reduce(step: Step, reduce_op: Any, value: Any) -> Any:
     """`_to_reduce` for each replica's part of `value`."""
     if not isinstance(value, names.PerReplica):
         # A host's only replica passes a plain tensor.
-        is_its_own = tf.is_tensor(value) and run.has_dummy_rows and len(run.traces) == 1
-        return _to_reduce(run, 0, reduce_op, value) if is_its_own else value
+        is_its_own = (
+            tf.is_tensor(value) and step.has_dummy_rows and len(step.traces) == 1
+        )
+        return _to_reduce(step, 0, reduce_op, value) if is_its_own else value
     parts = enumerate(value.values)
     return names.PerReplica(
-        [_to_reduce(run, rank, reduce_op, part) for rank, part in parts]
+        [_to_reduce(step, rank, reduce_op, part) for rank, part in parts]
     )

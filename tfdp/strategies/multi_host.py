@@ -56,7 +56,7 @@ from tfdp.strategies.multi_host_loops import HostLoops, override_callbacks
 from tfdp.strategies.startup_checks import check_versions, checked_balance
 from tfdp.strategies.worker_settings import refuse_differences, settings_of
 from tfdp.tracing.keras_steps import is_predict_step
-from tfdp.tracing.run import Step
+from tfdp.tracing.step import Step
 
 if TYPE_CHECKING:
     from tfdp.step.row_shares import RowShares
@@ -491,18 +491,18 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         parts = self.experimental_local_results(value)
         return tf.add_n([tf.cast(tf.shape(part)[axis], tf.int64) for part in parts])
 
-    def _complete_run(self, run: Step) -> None:
+    def _complete_batch(self, step: Step) -> None:
         self._refuse_in_helper()
         if self._row_shares is not None:
-            self._row_shares.attach(run)
+            self._row_shares.attach(step)
         # In local training, the samples of other hosts do not matter.
-        if self._group is None or run.is_local:
+        if self._group is None or step.is_local:
             return
-        run.replicas = self.num_replicas_in_sync
-        if run.batch.counts is not None:
-            total = tf.cast(run.batch.total, tf.int32)
-            run.batch = dataclasses.replace(
-                run.batch,
+        step.replicas = self.num_replicas_in_sync
+        if step.batch.counts is not None:
+            total = tf.cast(step.batch.total, tf.int32)
+            step.batch = dataclasses.replace(
+                step.batch,
                 total=self._group.sum(total, "number of samples"),
                 spans_hosts=True,
                 hosts_are_equal=self._hosts_are_alike,

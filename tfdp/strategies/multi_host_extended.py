@@ -122,7 +122,7 @@ class MultiHostExtended(DataParallelExtended):
         return totals
 
     def _sums_in_order(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-        order = self.current_run.eager_order
+        order = self.current_step.eager_order
         label, order.label = order.label, ""
         try:
             return self._host_group.sum_arrays(arrays, f"eager sum {label}".strip())

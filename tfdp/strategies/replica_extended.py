@@ -16,7 +16,7 @@ from tfdp.errors import CollectiveError, ScopeError
 from tfdp.exchange.reducer import Reducer
 from tfdp.step.optimizers import sums_without_overrides
 from tfdp.strategies.scope import MadeInScope, check_component, check_not_keras_2
-from tfdp.tracing.run import Step
+from tfdp.tracing.step import Step
 from tfdp.variables.in_shards import InShards
 from tfdp.variables.mirrored import is_seed_state
 
@@ -32,7 +32,7 @@ class ReplicaExtended(LastingInput):
     reducer: Reducer
     #: None: nothing is sharded.
     shards: ShardUpdates | None
-    current_run: Step
+    current_step: Step
     made_optimizers: MadeInScope[keras.optimizers.Optimizer]
     made_metrics: MadeInScope[keras.metrics.Metric]
     #: Of other variables, of gradient accumulators, of random generators' states.

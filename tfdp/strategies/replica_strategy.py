@@ -38,7 +38,7 @@ from tfdp.plan.communication import IdleOptions
 from tfdp.plan.shards import Sharding
 from tfdp.step import build, distillation  # noqa: F401 (replace methods of Keras)
 from tfdp.step.find_optimizers import optimizers_of
-from tfdp.step.local_run import begin_local_run
+from tfdp.step.local_step import begin_local_step
 from tfdp.step.observers import forget_failed_fit
 from tfdp.step.own_branches import refuse_own_branches
 from tfdp.step.predictions import joined_outputs, parts_of_one_shape, why_not_joined
@@ -50,7 +50,7 @@ from tfdp.strategies.scope import adopt_state
 from tfdp.strategies.unused import note_used
 from tfdp.tracing import keras_steps
 from tfdp.tracing.rows import without_padding
-from tfdp.tracing.run import Step
+from tfdp.tracing.step import Step
 from tfdp.tracing.trace_order import describe_sum, one_trace
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
     def num_replicas_in_sync(self) -> int:
         """The number of replicas on all hosts."""
         if not tf.distribute.in_cross_replica_context():
-            self.extended.current_run.scales_by_hand = True  # for `tfdp.lint` only
+            self.extended.current_step.scales_by_hand = True  # for `tfdp.lint` only
         return self._replicas
 
     @property
@@ -147,8 +147,8 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         """The scaling of Keras' losses on the calling replica (`tfdp.seams.losses`)."""
         from tfdp.step.losses import ReplicaLosses
 
-        run, rank = self.extended.current_run, names.current_rank()
-        return ReplicaLosses(run, rank, self._replicas, self._sum_scalar)
+        step, rank = self.extended.current_step, names.current_rank()
+        return ReplicaLosses(step, rank, self._replicas, self._sum_scalar)
 
     def run(
         self, fn: Callable, args: Any = (), kwargs: Any = None, options: Any = None
@@ -185,44 +185,44 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
             call.compile_replicas()
 
         # The batch: how many rows each replica and host has, and who trains with whom.
-        run = call.take_batch()
+        step = call.take_batch()
         call.observe()
-        begin_local_run(call.fn, call.optimizers, run, self, is_jitted=is_jitted)
-        self._complete_run(run)
+        begin_local_step(call.fn, call.optimizers, step, self, is_jitted=is_jitted)
+        self._complete_batch(step)
         call.unify_shapes()
         call.meter()
 
         # The replicas: TensorFlow calls the step for each of them.
         optimizers = self.extended.made_optimizers.together_with(call.optimizers)
         made_metrics = self.extended.made_metrics.together_with(())
-        with self._as_current(run), call.overriding(optimizers, made_metrics) as noted:
-            result = super().run(call.step, *call.arguments, options)
-            refuse_own_branches(run, self.extended.reducer.transport.order.branches)
+        with self._as_current(step), call.overriding(optimizers, made_metrics) as noted:
+            result = super().run(call.replica_fn, *call.arguments, options)
+            refuse_own_branches(step, self.extended.reducer.transport.order.branches)
         if not is_reported:
-            warn_of_same_rows(self, call.arguments, run)
+            warn_of_same_rows(self, call.arguments, step)
 
         # What they return: numbers of all rows, and the predictions of real rows.
         if call.is_reported:
             parts_of = self.experimental_local_results
-            result = reduce_logs(result, run, noted, parts_of, self._sum_of_logs)
-        self._warn_of_local_mean(call.model, call.fn, run)
+            result = reduce_logs(result, step, noted, parts_of, self._sum_of_logs)
+        self._warn_of_local_mean(call.model, call.fn, step)
         is_split = call.is_prediction and self._replicas > 1
-        if is_split and run.batch.counts is not None and not self.compiles_steps:
+        if is_split and step.batch.counts is not None and not self.compiles_steps:
             all_rows = functools.partial(self._complete_result, call.fn)
             own, of_all_hosts = call.real_rows_of, self._of_all_hosts
-            return joined_outputs(result, run, self, of_all_hosts, own, all_rows)
+            return joined_outputs(result, step, self, of_all_hosts, own, all_rows)
         result = call.real_rows_of(result)
-        if is_split and run.batch.counts is None:
+        if is_split and step.batch.counts is None:
             result = keras_steps.rows_of_first_replica(result)
         return self._complete_result(call.fn, result)
 
     @contextlib.contextmanager
-    def _as_current(self, run: Step) -> Iterator[None]:
-        outer, self.extended.current_run = self.extended.current_run, run
+    def _as_current(self, step: Step) -> Iterator[None]:
+        outer, self.extended.current_step = self.extended.current_step, step
         try:
             yield
         finally:
-            self.extended.current_run = outer
+            self.extended.current_step = outer
 
     def _adopt_and_check(self, model: Any, optimizers: list[Any]) -> None:
         adopt_state(model, optimizers, self)
@@ -346,7 +346,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         """Sums a vector of a step's logs over the hosts; None: there is one host."""
         return None
 
-    def _complete_run(self, run: Step) -> None:
+    def _complete_batch(self, step: Step) -> None:
         """Adds other hosts' sample counts, before the replicas run."""
 
     def _of_all_hosts(self, vector: tf.Tensor) -> tf.Tensor:
@@ -357,14 +357,14 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         """Adds other hosts' rows, after the replicas ran."""
         return result
 
-    def _warn_of_local_mean(self, model: Any, step: Any, run: Step) -> None:
+    def _warn_of_local_mean(self, model: Any, called: Any, step: Step) -> None:
         is_model = isinstance(model, keras.Model)
         name = model.name if is_model else None
-        fn = model if model is not None else getattr(step, "__func__", step)
+        fn = model if model is not None else getattr(called, "__func__", called)
         where = "In a step" if name is None else f"In a step of model {name!r}"
         for category, sentences in (
-            (LocalMeanWarning, run.suspicions),
-            (LocalStateWarning, run.state_suspicions),
+            (LocalMeanWarning, step.suspicions),
+            (LocalStateWarning, step.state_suspicions),
         ):
             for sentence in sentences:
                 if name is None:  # a loop's function is traced twice, as a rule
@@ -380,13 +380,13 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         return weakref.WeakKeyDictionary()
 
     def _sum_scalar(self, value: tf.Tensor, rank: Any) -> tf.Tensor:
-        context, run = tf.distribute.get_replica_context(), self.extended.current_run
+        context, step = tf.distribute.get_replica_context(), self.extended.current_step
         if tf.executing_eagerly():
-            run.eager_order.meet(rank, describe_sum(value))
-        if run.is_local:
-            is_single = run.group_size == 1
+            step.eager_order.meet(rank, describe_sum(value))
+        if step.is_local:
+            is_single = step.group_size == 1
             return value if is_single else self.extended.reducer.sum_within(value, rank)
-        with run.summing_own_parts(rank):
+        with step.summing_own_parts(rank):
             return context.all_reduce(tf.distribute.ReduceOp.SUM, value)
 
 
@@ -420,9 +420,9 @@ class OneThread:
 _warned: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def warn_of_same_rows(strategy: Any, arguments: Any, run: Step) -> None:
+def warn_of_same_rows(strategy: Any, arguments: Any, step: Step) -> None:
     """Warns, once per strategy, if an optimizer trained on rows that replicas share."""
-    if run.replicas == 1 or not run.has_updated or strategy in _warned:
+    if step.replicas == 1 or not step.has_updated or strategy in _warned:
         return
     values = tf.nest.flatten(arguments)
     if any(isinstance(value, tf.distribute.DistributedValues) for value in values):
@@ -432,9 +432,9 @@ def warn_of_same_rows(strategy: Any, arguments: Any, run: Step) -> None:
         return
     _warned.add(strategy)
     warnings.warn(
-        f"strategy.run gave all {run.replicas} replicas the same tensor of shape "
+        f"strategy.run gave all {step.replicas} replicas the same tensor of shape "
         f"{tuple(shape)}, and an optimizer trains on it: all rows are computed "
-        f"{run.replicas} times. Loop over strategy.experimental_distribute_dataset("
+        f"{step.replicas} times. Loop over strategy.experimental_distribute_dataset("
         "dataset), which gives each replica its part of a batch. If the tensor is no "
         "batch (a table, say), do not pass it as an argument.",
         SameRowsWarning,

@@ -28,7 +28,7 @@ from tfdp.strategies.replica_extended import ReplicaExtended
 from tfdp.strategies.replica_strategy import ReplicaContextStrategy
 from tfdp.strategies.startup_checks import check_versions
 from tfdp.strategies.unused import note_made
-from tfdp.tracing.run import Step
+from tfdp.tracing.step import Step
 from tfdp.variables.global_seed import with_global_seed
 from tfdp.variables.in_shards import InShards
 from tfdp.variables.tpu import TPUOwnSumVariable, TPUReplicaVariable, TPUSeedVariable
@@ -206,7 +206,7 @@ class TPUDataParallelExtended(ReplicaExtended, TPUExtended):
         super().__init__(strategy, resolver, device_assignment=device_assignment)
         # Our variable classes define how a variable behaves, instead of policies.
         self._use_var_policy = False
-        self.current_run = Step(self._num_replicas_in_sync)
+        self.current_step = Step(self._num_replicas_in_sync)
         self.reducer = Reducer(make_transport(self._num_replicas_in_sync))
         if sharding is not None and sharding.is_needed(
             self.reducer.transport.shard_parts

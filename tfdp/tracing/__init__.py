@@ -1,1 +1,1 @@
-"""Analysis of a step while its graph is built: the run, its rows, its losses."""
+"""Analysis of a step while its graph is built: the step, its rows, its losses."""

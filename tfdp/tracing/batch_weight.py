@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfdp._private.names import graphs_inside, is_recording
-from tfdp.tracing.run import Step
+from tfdp.tracing.step import Step
 
 
 class Kind(enum.Enum):
@@ -51,52 +51,52 @@ class Denominator(NamedTuple):
     values: Any = None
 
 
-def note_denominator(run: Step, rank: Any, denominator: Denominator) -> None:
+def note_denominator(step: Step, rank: Any, denominator: Denominator) -> None:
     """Records it for the next optimizer that accumulates, while a tape records."""
     if is_recording():  # else the loss is only evaluated
-        run.trace(rank).denominators.append(denominator)
+        step.trace(rank).denominators.append(denominator)
 
 
-def batch_weight(run: Step, rank: Any) -> tf.Tensor | None:
+def batch_weight(step: Step, rank: Any) -> tf.Tensor | None:
     """The divisor of the global batch's losses since the last call (or of all losses,
     if there are none): the batch's weight. None: they are sums.
 
     Unmasked entries, or weights, for means over those; else samples; 1 if unknown.
     Losses with different divisors cause a warning.
     """
-    trace = run.trace(rank)
+    trace = step.trace(rank)
     noted: list[Denominator] = trace.denominators
     found = noted[trace.denominators_used :] or noted
     trace.denominators_used = len(noted)
-    found = [_made_out(each, run, rank) for each in found]
+    found = [_made_out(each, step, rank) for each in found]
     means = [each for each in found if not isinstance(each.of, Kind)]
     if any(each.of is Kind.SUM for each in found):
         if any(each.of is not Kind.SUM for each in found):
-            run.suspicions.add(_BESIDE_SUM)
+            step.suspicions.add(_BESIDE_SUM)
         if not means:
             return None
     from tfdp.lint.masks import MaskNumbers
 
     number_of = MaskNumbers()
     if len({number_of(each.of) for each in means}) > 1:
-        run.suspicions.add(_UNLIKE)
+        step.suspicions.add(_UNLIKE)
     totals = [each.total for each in means if each.total is not None]
     if not all(map(_is_near, totals)):
         totals = []  # tensors of a function that the step has called
     has_rows = len(totals) < len(means) or not means
-    if has_rows and run.total_of(rank) is not None:
-        totals.append(run.total_in_group(rank))
+    if has_rows and step.total_of(rank) is not None:
+        totals.append(step.total_in_group(rank))
     if not totals:
         return tf.constant(1.0)
     return totals[0] if len(totals) == 1 else tf.add_n(totals) / len(totals)
 
 
-def _made_out(noted: Denominator, run: Step, rank: Any) -> Denominator:
+def _made_out(noted: Denominator, step: Step, rank: Any) -> Denominator:
     """Values that depend on no row, such as a GAN's noise, count as rows."""
     if noted.of is not Kind.COUNTED:
         return noted
     is_eager = isinstance(noted.values, tf.__internal__.EagerTensor)
-    is_of_rows = is_eager or run.analysis(rank).value(noted.values).is_local
+    is_of_rows = is_eager or step.analysis(rank).value(noted.values).is_local
     return Denominator(noted.total, noted.total if is_of_rows else None)
 
 

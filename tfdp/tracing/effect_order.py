@@ -33,7 +33,7 @@ from tfdp._private.step_ops import (
 from tfdp.errors import CollectiveError
 from tfdp.lint.op_kinds import adds_to_variable, assigns, is_extreme
 from tfdp.lint.terms import handle_of, outermost
-from tfdp.tracing.run import Step
+from tfdp.tracing.step import Step
 
 Ops: TypeAlias = Sequence[tf.Operation]
 #: The replica of each operation.
@@ -372,37 +372,41 @@ class ReplicaPlaces:
         }
 
 
-def warn_about_shared(run: Step, shared: Mapping[Any, Ops]) -> None:
+def warn_about_shared(step: Step, shared: Mapping[Any, Ops]) -> None:
     """Warns of variables made outside of the scope, which each replica updates."""
     for handle, group in shared.items():
-        found = [what for op in group if (what := _problem_of(run, op))]
+        found = [what for op in group if (what := _problem_of(step, op))]
         if len(found) < 2:
             continue  # nothing, or one replica acts for all
         # Only the printed form of a handle has the variable's name.
         printed = str(outermost(handle.deref()))
         named = re.search(r'name="([^"]*?)(/\d+)?"', printed)
-        run.state_suspicions.add(
+        step.state_suspicions.add(
             f"the variable {named[1] if named else handle.deref().name!r}, which was "
             f"not made in strategy.scope(), {found[0]}. Make it in strategy.scope(): "
             "then each replica has its own, and tfdp combines them"
         )
 
 
-def _problem_of(run: Step, op: tf.Operation) -> str | None:
+def _problem_of(step: Step, op: tf.Operation) -> str | None:
     if adds_to_variable(op):
         # The replicas' sums over rows add up correctly; a count of steps does not.
-        step = tf.get_static_value(op.inputs[1])
-        is_count = step is not None and step.shape == () and abs(step) == 1
-        return f"is counted up by each of {run.replicas} replicas" if is_count else None
+        change = tf.get_static_value(op.inputs[1])
+        is_count = change is not None and change.shape == () and abs(change) == 1
+        return (
+            f"is counted up by each of {step.replicas} replicas" if is_count else None
+        )
     if not assigns(op) or len(op.inputs) != 2:
         return None
     handle, value = op.inputs
     if is_extreme(value.op):
         return None  # idempotent
-    found = [trace.analysis.value(value) for trace in run.traces]
+    found = [trace.analysis.value(value) for trace in step.traces]
     own = handle_of(handle)
     if any(own == read for each in found for read, _ in each.reads):
-        return f"is assigned by each of {run.replicas} replicas from its previous value"
+        return (
+            f"is assigned by each of {step.replicas} replicas from its previous value"
+        )
     if any(each.is_local for each in found):
         return "keeps the last replica's value of its own rows"
     return None

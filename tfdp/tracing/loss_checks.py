@@ -1,4 +1,4 @@
-"""Decides, refuses and reports by the analysis of a run's losses."""
+"""Decides, refuses and reports by the analysis of a step's losses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tfdp.lint.registry import is_of_graph
 from tfdp.lint.values import FIXED, Term, Value
 from tfdp.tracing.keras_steps import is_stock_step, name_of_step
 from tfdp.tracing.loss_shares import LossShares, Standing, standing_of
-from tfdp.tracing.run import Step
+from tfdp.tracing.step import Step
 
 IN_LIBRARY = "If a library computes it, see docs/own-losses.md"
 MIXED = (
@@ -52,7 +52,7 @@ def is_share(shares: LossShares, loss: Any, caller: str) -> bool:
     return standing is Standing.SHARE
 
 
-def has_entry_per_row(run: Step, rank: Any, values: tf.Tensor) -> bool:
+def has_entry_per_row(step: Step, rank: Any, values: tf.Tensor) -> bool:
     """Whether `values` has one entry per row of the batch, times a constant.
 
     All replicas return the same; if False, they exchange the numbers of values.
@@ -64,32 +64,32 @@ def has_entry_per_row(run: Step, rank: Any, values: tf.Tensor) -> bool:
         return True  # one program of fixed shapes for all replicas
     eager = not is_of_graph(values)
     if not eager:
-        value = run.analysis(rank).value(values)
+        value = step.analysis(rank).value(values)
         is_of_rows = value.axes == (0,) and value.each == FIXED
         if is_of_rows and values.shape[1:].is_fully_defined():
             return True
-        # Not loops around the run: steps_per_execution makes one.
+        # Not loops around the step: steps_per_execution makes one.
         reducer = tf.distribute.get_strategy().extended.reducer
         run_graph = reducer.transport.order.run_graph
         if any(map(is_loop_graph, graphs_inside(run_graph))):
-            run.suspicions.add(
+            step.suspicions.add(
                 "within a tf.while_loop a Keras loss was weighted by the rows of the "
                 "batch, because there replicas cannot exchange the number of losses "
                 "they took a mean of. Take such losses outside of the loop, or scale "
                 "them to their share with tfdp.losses.local_sum"
             )
             return True
-    if run.batch.counts is None and run.batch.has_tensors:
+    if step.batch.counts is None and step.batch.has_tensors:
         return True  # every replica was given the same
-    spans_hosts = eager and run.batch.spans_hosts
-    may_be_alone = run.batch.may_have_empty_replicas or spans_hosts
-    if values.shape.rank == 1 and may_be_alone and not run.adds_dummy_rows:
+    spans_hosts = eager and step.batch.spans_hosts
+    may_be_alone = step.batch.may_have_empty_replicas or spans_hosts
+    if values.shape.rank == 1 and may_be_alone and not step.adds_dummy_rows:
         # Keras skips the loss of a replica without rows: an exchange would hang.
-        if values.shape[0] == run.count_of(rank):
+        if values.shape[0] == step.count_of(rank):
             return True
         raise ConfigurationError(
             f"A Keras loss took the mean of {values.shape[0]} losses on a replica that "
-            f"has {run.count_of(rank)} rows, while another one may have none, so the "
+            f"has {step.count_of(rank)} rows, while another one may have none, so the "
             "replicas cannot agree on what to divide by. Compile with "
             "run_eagerly=False (call strategy.run within a tf.function), or give "
             "batches that leave no replica without a row."
@@ -98,27 +98,27 @@ def has_entry_per_row(run: Step, rank: Any, values: tf.Tensor) -> bool:
 
 
 def are_values_of_rows(
-    run: Step,
+    step: Step,
     rank: Any,
     loss: tf.Tensor,
     shapes_of_weights: Collection[tuple[int, ...]],
 ) -> bool:
     """Whether a value for `add_loss`, of rank 1 or more, has one entry per row: Keras
     adds those up. A penalty on a weight may have one of `shapes_of_weights`."""
-    batch = run.trace(rank).batch
+    batch = step.trace(rank).batch
     rows = batch[0].shape[0] if batch else None
     length = loss.shape[0] if loss.shape.rank else None
     is_eager = not is_of_graph(loss)
     if is_eager and rows is None:
-        rows = run.count_of(rank)
+        rows = step.count_of(rank)
     if not is_eager and not in_compiled_function():
-        value = run.analysis(rank).value(loss)
+        value = step.analysis(rank).value(loss)
         if Term.UNKNOWN not in value.terms:
             return value.axes == (0,) and Term.ROWS in value.terms
     if length is not None and length != rows:
         if not rows or length % rows:
             return False
-        run.suspicions.add(
+        step.suspicions.add(
             f"a layer gave add_loss a tensor of shape {tuple(loss.shape)} on a replica "
             f"of {rows} rows. tfdp cannot determine whether it has several values of "
             "each row (with run_eagerly=True or jit_compile=True it never can), and "
@@ -128,7 +128,7 @@ def are_values_of_rows(
         )
         return False
     if tuple(loss.shape) in shapes_of_weights:
-        run.suspicions.add(
+        step.suspicions.add(
             f"a layer gave add_loss a tensor of shape {tuple(loss.shape)}, which "
             "is both that of a weight and as long as the replica has rows. With "
             "run_eagerly=True or jit_compile=True it was taken for values of "
@@ -138,22 +138,22 @@ def are_values_of_rows(
     return True
 
 
-def warn_about_added_sum(run: Step, rank: Any, loss: tf.Tensor) -> None:
+def warn_about_added_sum(step: Step, rank: Any, loss: tf.Tensor) -> None:
     """Warns of an `add_loss` that is a sum over the replica's rows."""
-    value = _value_of_several(run, rank, loss)
+    value = _value_of_several(step, rank, loss)
     if value is not None and Term.SUM in value.terms:
-        run.suspicions.add(
+        step.suspicions.add(
             "a layer gave add_loss what looks like a sum over its rows, which was "
             "taken for their mean. Give it the mean, or, to add the replicas' sums, "
             "tfdp.losses.local_sum(loss)"
         )
 
 
-def warn_about_sum_of_all(run: Step, rank: Any, losses: tf.Tensor) -> None:
+def warn_about_sum_of_all(step: Step, rank: Any, losses: tf.Tensor) -> None:
     """Warns of row losses, to be added up, that are equal on all replicas."""
-    value = _value_of_several(run, rank, losses)
+    value = _value_of_several(step, rank, losses)
     if value is not None and value.of_all and not value.is_local:
-        run.suspicions.add(
+        step.suspicions.add(
             "a loss with reduction='sum' or 'none' depends on the rows of all replicas "
             "(tfdp.losses.all_rows): each replica has the same values, and each counts "
             "once for each replica. Take those of this replica's rows, "
@@ -161,13 +161,13 @@ def warn_about_sum_of_all(run: Step, rank: Any, losses: tf.Tensor) -> None:
         )
 
 
-def warn_about_loss(run: Step, rank: Any, loss: tf.Tensor) -> None:
+def warn_about_loss(step: Step, rank: Any, loss: tf.Tensor) -> None:
     """Warns of a loss for `local_mean` that is a sum over rows."""
-    value = _value_of_several(run, rank, loss)
+    value = _value_of_several(step, rank, loss)
     if value is not None and value.cross:
-        note_crossing(run, value)
+        note_crossing(step, value)
     elif value is not None and value.is_scaled_by_count and value.power is None:
-        run.suspicions.add(
+        step.suspicions.add(
             "local_mean was given a loss with parts that are multiplied or divided by "
             "the number of rows of the batch, and others that are not, and a replica "
             "counts its own rows, where one device counts all. Take local_mean of each "
@@ -175,7 +175,7 @@ def warn_about_loss(run: Step, rank: Any, loss: tf.Tensor) -> None:
             "counted",
         )
     elif value is not None and is_no_mean(value.but(power=0)):
-        run.suspicions.add(
+        step.suspicions.add(
             "local_mean was given a number that is no mean over rows, such as a sum. "
             "Each replica computes that of its own rows, and their mean is not the "
             "loss of the whole batch. For a sum take tfdp.losses.local_sum(loss)",
@@ -183,22 +183,22 @@ def warn_about_loss(run: Step, rank: Any, loss: tf.Tensor) -> None:
         )
 
 
-def count_power(run: Step, rank: Any, number: Any) -> tuple[int, bool]:
+def count_power(step: Step, rank: Any, number: Any) -> tuple[int, bool]:
     """p of a number that is proportional to n^p, n the replica's number of rows; and
     whether it has an entry for each row instead of their mean."""
-    value = _value_of_several(run, rank, number)
+    value = _value_of_several(step, rank, number)
     if value is None or not value.is_scaled_by_count:
         return 0, False
     return value.power or 0, bool(value.axes) and Term.ROWS in value.terms
 
 
 def warn_about_weighted_number(
-    run: Step, rank: Any, number: tf.Tensor, weights: Any
+    step: Step, rank: Any, number: tf.Tensor, weights: Any
 ) -> None:
     """Warns of one loss for all rows, by which Keras multiplies weights or a mask."""
-    is_share = run.trace(rank).shares.standing_of(number) is Standing.SHARE
-    if run.group_size > 1 and not (is_share and weights is None):
-        run.suspicions.add(
+    is_share = step.trace(rank).shares.standing_of(number) is Standing.SHARE
+    if step.group_size > 1 and not (is_share and weights is None):
+        step.suspicions.add(
             "a loss function returned one number for all rows, and Keras multiplied "
             "the sample weights, or the mask, of each replica by it. Return a value "
             "for each row, and let Keras take the mean; a number of all rows belongs "
@@ -207,15 +207,15 @@ def warn_about_weighted_number(
         )
 
 
-def reported_standing(run: Step, rank: Any, loss: Any, subject: str) -> Standing:
+def reported_standing(step: Step, rank: Any, loss: Any, subject: str) -> Standing:
     """The `Standing` of a loss that is reported; warns where a part is no share.
     `subject` starts the warning's sentence, such as "the step returned"."""
-    shares = run.trace(rank).shares
+    shares = step.trace(rank).shares
     standing = shares.standing_of(loss)
-    value = run.analysis(rank).value(loss) if is_of_graph(loss) else None
+    value = step.analysis(rank).value(loss) if is_of_graph(loss) else None
     is_function = value is not None and value.terms == {Term.MIXED}
     if is_function and value.target is not None:  # type: ignore[union-attr]
-        run.state_suspicions.add(
+        step.state_suspicions.add(
             f"{subject} a number computed from gradients, such as their norm, and a "
             "replica has its part of their sum only: the mean over the replicas is "
             "reported. Sum the gradients first, "
@@ -223,7 +223,7 @@ def reported_standing(run: Step, rank: Any, loss: Any, subject: str) -> Standing
             "number",
         )
     elif is_function:
-        run.suspicions.add(
+        step.suspicions.add(
             f"{subject} a function of a loss that is not linear, such as its "
             "exponential (perplexity), and a replica has its share of the loss only. "
             "Sum it first, "
@@ -231,84 +231,84 @@ def reported_standing(run: Step, rank: Any, loss: Any, subject: str) -> Standing
             "mixed",
         )
     elif standing is Standing.MIXED and not (
-        value is not None and is_scaled_by_hand(run, value)
+        value is not None and is_scaled_by_hand(step, value)
     ):
-        run.suspicions.add(MIXED.format(subject=subject), "mixed")
+        step.suspicions.add(MIXED.format(subject=subject), "mixed")
     elif standing is Standing.SHARE and shares.has_constant(loss):
-        run.suspicions.add(
+        step.suspicions.add(
             f"{subject} a loss to which a constant was added. It changes no gradient, "
             "but the reported number contains it once for each replica: scale it with "
             "tfdp.losses.local_mean(tf.constant(...))",
             "mixed",
         )
     elif standing is Standing.SHARE and value is not None:
-        note_crossing(run, value)
+        note_crossing(step, value)
         if value.is_scaled_by_count:
-            run.suspicions.add(f"{subject} a loss {COUNTED}", "counted")
+            step.suspicions.add(f"{subject} a loss {COUNTED}", "counted")
     return standing
 
 
-def note_crossing(run: Step, value: Value) -> None:
+def note_crossing(step: Step, value: Value) -> None:
     """Warns of a loss in which rows depend on other rows of the replica."""
-    sentence = crossing_of(value.cross) if run.group_size > 1 else None
+    sentence = crossing_of(value.cross) if step.group_size > 1 else None
     if sentence is not None:
-        run.suspicions.add(sentence, "crossing")
+        step.suspicions.add(sentence, "crossing")
 
 
-def warn_about_number(run: Step, rank: Any, metric: Any, number: Any) -> None:
+def warn_about_number(step: Step, rank: Any, metric: Any, number: Any) -> None:
     """Warns of a number that `metric` counts and that is not a mean over rows."""
-    if _is_no_mean(run, rank, number):
-        run.checked_numbers.update(id(variable.value) for variable in metric.variables)
-        run.state_suspicions.add(
+    if _is_no_mean(step, rank, number):
+        step.checked_numbers.update(id(variable.value) for variable in metric.variables)
+        step.state_suspicions.add(
             f"the metric {metric.name!r} counts one number for all rows {NO_MEAN}",
             "number",
         )
 
 
-def warn_about_returned(run: Step, rank: Any, number: tf.Tensor) -> None:
+def warn_about_returned(step: Step, rank: Any, number: tf.Tensor) -> None:
     """Warns of a number that a step returns and that is not a mean over rows."""
-    if _is_no_mean(run, rank, number):
-        run.state_suspicions.add(
+    if _is_no_mean(step, rank, number):
+        step.state_suspicions.add(
             f"a number is returned for all rows {NO_MEAN}", "number"
         )
 
 
-def _is_no_mean(run: Step, rank: Any, number: Any) -> bool:
-    value = _value_of_several(run, rank, number)
+def _is_no_mean(step: Step, rank: Any, number: Any) -> bool:
+    value = _value_of_several(step, rank, number)
     return value is not None and is_no_mean(value)
 
 
-def _value_of_several(run: Step, rank: Any, tensor: Any) -> Value | None:
+def _value_of_several(step: Step, rank: Any, tensor: Any) -> Value | None:
     """The value of a graph's tensor, if there are several replicas; else None."""
-    if run.group_size == 1 or not is_of_graph(tensor):
+    if step.group_size == 1 or not is_of_graph(tensor):
         return None
-    return run.analysis(rank).value(tensor)
+    return step.analysis(rank).value(tensor)
 
 
-def find_faults_of_losses(run: Step, model: Any, step: Any) -> None:
-    """Adds findings about the losses whose gradients optimizers got in this run."""
-    if run.group_size == 1:
+def find_faults_of_losses(step: Step, model: Any, fn: Any) -> None:
+    """Adds findings about the losses whose gradients optimizers got in this step."""
+    if step.group_size == 1:
         return
     applied: dict[Value, str] = {}
-    for rank, gradients, name in run.given_gradients:
+    for rank, gradients, name in step.given_gradients:
         for given in gradients:
             part = getattr(given, "values", given)
             if is_of_graph(part):
-                applied.setdefault(run.analysis(rank).value(part), name)
+                applied.setdefault(step.analysis(rank).value(part), name)
     for gradient, optimizer in applied.items():
-        by_hand = run.scales_by_hand and gradient.by_hand
+        by_hand = step.scales_by_hand and gradient.by_hand
         change = change_of_gradients(gradient, scales_by_hand=by_hand)
         if change is not None:
-            run.suspicions.add(change, "changed")
+            step.suspicions.add(change, "changed")
         loss = gradient.target
         if loss is None:
             # Computed by hand: its own sum over the replicas has to be one device's.
             if gradient.of_all or gradient.reads:
                 continue  # summed already; or accumulated, which `own_sums` follows
             loss = gradient
-        note_crossing(run, loss)
+        note_crossing(step, loss)
         if gradient.is_scaled_by_count:
-            run.suspicions.add(
+            step.suspicions.add(
                 f"the optimizer {optimizer!r} got gradients of a loss, or gradients, "
                 f"{COUNTED}",
                 "counted",
@@ -316,7 +316,7 @@ def find_faults_of_losses(run: Step, model: Any, step: Any) -> None:
             continue
         standing = standing_of(loss)
         if loss.terms == {Term.MIXED}:
-            run.suspicions.add(
+            step.suspicions.add(
                 f"the optimizer {optimizer!r} got gradients of a function of a loss "
                 "that is not linear, such as its logarithm, and a replica has its "
                 "share of the loss only. Compute the loss from the rows of all "
@@ -324,61 +324,61 @@ def find_faults_of_losses(run: Step, model: Any, step: Any) -> None:
                 "tfdp.losses.local_mean(loss)",
                 "mixed",
             )
-        elif standing is Standing.MIXED and not is_scaled_by_hand(run, loss):
+        elif standing is Standing.MIXED and not is_scaled_by_hand(step, loss):
             subject = f"the optimizer {optimizer!r} got gradients of"
-            run.suspicions.add(MIXED.format(subject=subject), "mixed")
+            step.suspicions.add(MIXED.format(subject=subject), "mixed")
         elif standing is Standing.LOCAL and not loss.cross:
             why = unscaled_part(loss, scales_by_hand=by_hand)
             if why is not None:
-                run.suspicions.add(_unscaled(run, why, optimizer), "unscaled")
+                step.suspicions.add(_unscaled(step, why, optimizer), "unscaled")
         is_lost = Term.UNKNOWN in loss.terms or Term.SHARE in loss.terms
-        if is_lost and loss.lost and not run.suspicions:
-            run.suspicions.add(past_op(loss.lost), "lost")
+        if is_lost and loss.lost and not step.suspicions:
+            step.suspicions.add(past_op(loss.lost), "lost")
     is_unknown = any(
         gradient.target is None or Term.UNKNOWN in gradient.target.terms
         for gradient in applied
     )
-    if (tf.executing_eagerly() or is_unknown) and not run.has_scaled_losses:
-        why = _why_it_may_be_local(run, model, step)
-        if why is not None and not run.suspicions:
-            run.suspicions.add(_unscaled(run, why), "unscaled")
-    if any(map(run.suspicions.has, ("crossing", "mixed", "unscaled", "changed"))):
-        run.suspicions.drop("counted")  # the same fault, or one to mend first
-        run.suspicions.drop("lost")
-    if run.suspicions.has("crossing"):
-        run.state_suspicions.drop("number")  # the same fault, reported
+    if (tf.executing_eagerly() or is_unknown) and not step.has_scaled_losses:
+        why = _why_it_may_be_local(step, model, fn)
+        if why is not None and not step.suspicions:
+            step.suspicions.add(_unscaled(step, why), "unscaled")
+    if any(map(step.suspicions.has, ("crossing", "mixed", "unscaled", "changed"))):
+        step.suspicions.drop("counted")  # the same fault, or one to mend first
+        step.suspicions.drop("lost")
+    if step.suspicions.has("crossing"):
+        step.state_suspicions.drop("number")  # the same fault, reported
 
 
-def is_scaled_by_hand(run: Step, loss: Value) -> bool:
+def is_scaled_by_hand(step: Step, loss: Value) -> bool:
     """Whether the parts of a loss that are no share may be scaled by the program."""
     others = loss.terms - {Term.SHARE, Term.REPLICATED, Term.CONSTANT, Term.MEAN}
-    return run.scales_by_hand and loss.by_hand and not others
+    return step.scales_by_hand and loss.by_hand and not others
 
 
-def _why_it_may_be_local(run: Step, model: Any, step: Any) -> str | None:
+def _why_it_may_be_local(step: Step, model: Any, fn: Any) -> str | None:
     """The reason why an unanalysed loss may be the local batch's; None: no reason."""
-    if name_of_step(step) != "train_step":
+    if name_of_step(fn) != "train_step":
         return None
     own = "its {} is its own and no Keras loss took a mean in it"
-    if not is_stock_step(step):
-        return None if run.has_added_losses else own.format("train_step")
+    if not is_stock_step(fn):
+        return None if step.has_added_losses else own.format("train_step")
     losses = list(filter(None, given_losses(model)))
     if not losses:  # only layers, or `compute_loss`, produce losses
         is_own = type(model).compute_loss is not keras.Model.compute_loss
         return (
-            own.format("compute_loss") if is_own and not run.has_added_losses else None
+            own.format("compute_loss") if is_own and not step.has_added_losses else None
         )
     reductions = {getattr(loss, "reduction", "mean") for loss in losses}
     is_scaled = reductions <= {"sum", "none", None}
     return None if is_scaled else "its loss function returns a scalar"
 
 
-def _unscaled(run: Step, why: str, optimizer: str = "") -> str:
+def _unscaled(step: Step, why: str, optimizer: str = "") -> str:
     of = f" whose gradients {optimizer!r} got" if optimizer else ""
     return (
         f"the loss{of} was not scaled to its share of the global batch: {why}, and no "
         "Keras loss took a mean of it. The replicas' gradients are added, so a mean "
-        f"over the local batch makes each update {run.group_size} times too large. If "
+        f"over the local batch makes each update {step.group_size} times too large. If "
         "it is such a mean, or the same on all replicas, take the gradient of "
         "tfdp.losses.local_mean(loss); if it is a sum, or divided by the global batch, "
         f"of tfdp.losses.local_sum(loss). {IN_LIBRARY}"

@@ -16,7 +16,7 @@ import tensorflow as tf
 from tfdp.lint.registry import Gradient, is_of_graph, register
 from tfdp.lint.values import FIXED, REPLICATED, Term
 from tfdp.seams.replace import replace_for_good
-from tfdp.tracing.run import current_run
+from tfdp.tracing.step import current_step
 
 CONTEXT = "tensorflow.python.distribute.distribute_lib:ReplicaContextBase"
 
@@ -43,7 +43,7 @@ def _counting(count: Callable[..., Any]) -> Callable[..., Any]:
         out_type: Any = None,
         name: Any = None,
     ) -> Any:
-        is_plain = is_of_graph(input) and current_run() is not None
+        is_plain = is_of_graph(input) and current_step() is not None
         if is_plain and input.shape.is_fully_defined():
             return op(input=input, out_type=out_type or tf.int32, name=name)
         return count(input, out_type, name)
@@ -55,7 +55,7 @@ def _as_rank(rank: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(rank)
     def registered_rank(self: Any) -> Any:
         found = rank(self)
-        if current_run() is not None:
+        if current_step() is not None:
             register(found, REPLICATED.but(local=frozenset({"rank"})))
         return found
 
@@ -66,7 +66,7 @@ def _by_rows(call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def registered_call(self: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         outputs = call(self, inputs, *args, **kwargs)
-        if is_of_graph(inputs) and current_run() is not None:
+        if is_of_graph(inputs) and current_step() is not None:
             register(outputs, inputs)
         return outputs
 
@@ -78,7 +78,7 @@ def _of_each_row(ctc_loss: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(ctc_loss)
     def registered_loss(labels: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
-        losses, found = ctc_loss(labels, logits, *args, **kwargs), current_run()
+        losses, found = ctc_loss(labels, logits, *args, **kwargs), current_step()
         if found is not None and is_of_graph(losses) and is_of_graph(logits):
             value = found[0].analysis(found[1]).value(logits)
             if Term.ROWS in value.terms:
@@ -99,7 +99,7 @@ def _with_targets(gradient: Callable[..., Any]) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> Any:
         result = gradient(self, target, sources, output_gradients, *args, **kwargs)
-        is_in_step = not tf.executing_eagerly() and current_run() is not None
+        is_in_step = not tf.executing_eagerly() and current_step() is not None
         if is_in_step:
             targets = tf.nest.flatten(target, expand_composites=True)
             targets = tuple(one for one in targets if is_of_graph(one))

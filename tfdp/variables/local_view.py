@@ -56,7 +56,7 @@ class LocalView(MirroredVariable):
 
     def _is_in_local_step(self) -> bool:
         strategy = self.distribute_strategy
-        return in_replica_of(strategy) and bool(strategy.extended.current_run.is_local)
+        return in_replica_of(strategy) and bool(strategy.extended.current_step.is_local)
 
     def make_local(self, note_change: NoteChange) -> list[tf.Variable]:
         """Creates a local variable for each replica, with the outer value.

@@ -110,7 +110,7 @@ class HandleOfReplica:
 
 def before_storing(variable: Any, own: tf.Variable) -> None:
     """Saves a component for the guard before a step, no optimizer, assigns to it."""
-    guard = variable.distribute_strategy.extended.current_run.guard
+    guard = variable.distribute_strategy.extended.current_step.guard
     if guard is not None:
         guard.remember_stored(names.current_rank(), [own])
 
@@ -134,16 +134,16 @@ class ReplicaMirroredVariable(PythonValue, HandleOfReplica, OwnMeans, LocalView)
         MEAN, SUM                        the all-reduced value
         """
         extended = self.distribute_strategy.extended
-        run, rank = extended.current_run, names.current_rank()
-        run.refuse_if_alone(self.name)
+        step, rank = extended.current_step, names.current_rank()
+        step.refuse_if_alone(self.name)
         is_aggregated = self.aggregation != tf.VariableAggregation.NONE
-        if not is_aggregated and run.is_updating:
+        if not is_aggregated and step.is_updating:
             return super()._update_replica(update_fn, value, **kwargs)
         if not is_aggregated:
             if self.dtype.is_floating:
-                run.note_local_state(rank, self, value)
-                value = self._added_of_own_rows(run, rank, value)
-                value = self._of_rows_of_group(run, rank, value)
+                step.note_local_state(rank, self, value)
+                value = self._added_of_own_rows(step, rank, value)
+                value = self._of_rows_of_group(step, rank, value)
                 value = note_stored(self._get_replica(rank), value)
                 self.note_own()
                 before_storing(self, self._get_replica(rank))
@@ -161,14 +161,14 @@ class ReplicaMirroredVariable(PythonValue, HandleOfReplica, OwnMeans, LocalView)
             is_same = (
                 not tf.is_tensor(value)
                 or is_counted_by_keras(self)
-                or state_checks.is_same_on_every_replica(run, rank, value, component)
+                or state_checks.is_same_on_every_replica(step, rank, value, component)
             )
             if not is_same:
                 value = self._of_first_replica(value, rank)
             return update_fn(component, value, **kwargs)
         if tf.executing_eagerly() and is_aggregated:
-            run.eager_order.meet(rank, f"an update of {self.name}")
-        with run.summing_own_parts(rank):
+            step.eager_order.meet(rank, f"an update of {self.name}")
+        with step.summing_own_parts(rank):
             return super()._update_replica(update_fn, value, **kwargs)
 
     def assign_add(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
@@ -188,26 +188,28 @@ class ReplicaMirroredVariable(PythonValue, HandleOfReplica, OwnMeans, LocalView)
         """Whether a replica assigns, in a graph, a float that is not aggregated."""
         if not in_replica_of(self.distribute_strategy):
             return False
-        run = self.distribute_strategy.extended.current_run
-        is_own = self.aggregation == tf.VariableAggregation.NONE and not run.is_updating
+        step = self.distribute_strategy.extended.current_step
+        is_own = (
+            self.aggregation == tf.VariableAggregation.NONE and not step.is_updating
+        )
         return is_own and self.dtype.is_floating and not tf.executing_eagerly()
 
-    def _added_of_own_rows(self, run: Any, rank: Any, value: Any) -> Any:
+    def _added_of_own_rows(self, step: Any, rank: Any, value: Any) -> Any:
         """`value` without what a dummy row added to it, if it is a sum."""
         is_known = isinstance(rank, int) and is_of_graph(value)
-        if not run.has_dummy_rows or not is_known:
+        if not step.has_dummy_rows or not is_known:
             return value
         component = self._get_replica(rank)
         added = term_added_to(outermost(component.handle), value)
-        if added is None or not state_checks.is_of_own_rows(run, rank, added):
+        if added is None or not state_checks.is_of_own_rows(step, rank, added):
             return value
-        return component.read_value() + run.own_part(rank, added)
+        return component.read_value() + step.own_part(rank, added)
 
-    def _of_rows_of_group(self, run: Any, rank: Any, value: Any) -> Any:
+    def _of_rows_of_group(self, step: Any, rank: Any, value: Any) -> Any:
         """`value`; in local training, the old value if the group has no rows."""
-        if not run.is_local or not isinstance(rank, int):
+        if not step.is_local or not isinstance(rank, int):
             return value
-        own = [run.trace(peer).rows.present for peer in run.group_of(rank)]
+        own = [step.trace(peer).rows.present for peer in step.group_of(rank)]
         if any(has_rows is True for has_rows in own):
             return value
         before = self._get_replica(rank).read_value()
@@ -215,11 +217,11 @@ class ReplicaMirroredVariable(PythonValue, HandleOfReplica, OwnMeans, LocalView)
 
     def _of_first_replica(self, value: tf.Tensor, rank: Any) -> tf.Tensor:
         extended = self.distribute_strategy.extended
-        run = extended.current_run
-        if not run.is_local:
-            state_checks.note_first_only(run, rank, self, value)
+        step = extended.current_step
+        if not step.is_local:
+            state_checks.note_first_only(step, rank, self, value)
             return extended.reducer.broadcast(value, rank)
-        if run.is_updating:
+        if step.is_updating:
             return value  # optimizer state, of which each group has its own
         raise ConfigurationError(
             f"A step stores into {self.name!r}, which takes the value of the first "
@@ -230,10 +232,10 @@ class ReplicaMirroredVariable(PythonValue, HandleOfReplica, OwnMeans, LocalView)
 
     def _weighted_by_rows(self, value: tf.Tensor) -> tf.Tensor:
         """R n_r / N times the value: the mean of these is the mean over all rows."""
-        run = self.distribute_strategy.extended.current_run
-        share = tf.cast(run.share_of(names.current_rank()), value.dtype)
+        step = self.distribute_strategy.extended.current_step
+        share = tf.cast(step.share_of(names.current_rank()), value.dtype)
         # The mean of no rows is nan, and 0 * nan is not 0.
-        return tf.where(share > 0, run.replicas * share * value, tf.zeros_like(value))
+        return tf.where(share > 0, step.replicas * share * value, tf.zeros_like(value))
 
     def _of_what_is_added(
         self, update_fn: Callable, value: tf.Tensor
@@ -243,18 +245,21 @@ class ReplicaMirroredVariable(PythonValue, HandleOfReplica, OwnMeans, LocalView)
         Keras writes `assign_add(d)` as `assign(v + d)`: the sum contains v R times.
         Dummy rows add nothing.
         """
-        run, rank = self.distribute_strategy.extended.current_run, names.current_rank()
+        step, rank = (
+            self.distribute_strategy.extended.current_step,
+            names.current_rank(),
+        )
         component = self._get_replica(rank)
         if isinstance(value, tf.__internal__.EagerTensor):
             added = number_added_by_keras(self)
         else:
             added = change_of(outermost(component.handle), value)
         if added is None:
-            return update_fn, run.own_part(rank, value)
-        added, before = run.own_part(rank, added), component.read_value()
+            return update_fn, step.own_part(rank, value)
+        added, before = step.own_part(rank, added), component.read_value()
         if self.dtype.is_floating:
-            return update_fn, added + before / run.replicas
-        value, too_many = before + added, (run.replicas - 1) * before
+            return update_fn, added + before / step.replicas
+        value, too_many = before + added, (step.replicas - 1) * before
 
         def update_by_sum(own: Any, total: tf.Tensor, **kwargs: Any) -> Any:
             return update_fn(own, total - too_many, **kwargs)
@@ -268,9 +273,9 @@ def _is_replicated(value: Any, variable: ReplicaMirroredVariable, rank: Any) -> 
         return not tf.is_tensor(value)
     if isinstance(value, tf.__internal__.EagerTensor):
         return False
-    run = variable.distribute_strategy.extended.current_run
+    step = variable.distribute_strategy.extended.current_step
     return state_checks.is_same_on_every_replica(
-        run, rank, value, names.own_copy(variable, rank)
+        step, rank, value, names.own_copy(variable, rank)
     )
 
 
@@ -299,10 +304,13 @@ class ReplicaOnReadVariable(PythonValue, HandleOfReplica, names.SyncOnReadVariab
     ) -> Any:
         if not in_replica_of(self.distribute_strategy):
             return value
-        run, rank = self.distribute_strategy.extended.current_run, names.current_rank()
+        step, rank = (
+            self.distribute_strategy.extended.current_step,
+            names.current_rank(),
+        )
         if self.aggregation == tf.VariableAggregation.SUM:
-            run.note_counted(rank, self, value, is_added)
-        own = run.trace(rank).rows.present
+            step.note_counted(rank, self, value, is_added)
+        own = step.trace(rank).rows.present
         if own is True:
             return value
         value = tf.convert_to_tensor(value, self.dtype)
@@ -326,7 +334,7 @@ class SeedVariable(ReplicaMirroredVariable):
         if not in_replica_of(self.distribute_strategy):
             return None
         extended, rank = self.distribute_strategy.extended, names.current_rank()
-        if extended.current_run.updates_replicated:
+        if extended.current_step.updates_replicated:
             return None
         return seed_offset(extended.first_draw + rank, self.dtype)
 

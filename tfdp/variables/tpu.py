@@ -102,12 +102,12 @@ class TPUReplicaVariable(PythonValue, OwnMeans, AssignedInReplica, TPUMirroredVa
             return value
         if self.aggregation == tf.VariableAggregation.NONE:
             if self.dtype.is_floating:
-                extended.current_run.note_local_state(current_rank(), self)
+                extended.current_step.note_local_state(current_rank(), self)
                 self.note_own()
             return value
         if self.aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA:
-            run, rank = extended.current_run, current_rank()
-            if is_same_on_every_replica(run, rank, value, self):
+            step, rank = extended.current_step, current_rank()
+            if is_same_on_every_replica(step, rank, value, self):
                 return value
             return extended.reducer.broadcast(value, current_rank())
         mean = self.aggregation == tf.VariableAggregation.MEAN

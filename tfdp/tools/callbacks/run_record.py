@@ -187,7 +187,7 @@ class RunRecord(keras.callbacks.Callback):
         with contextlib.suppress(ConfigurationError):  # no traffic count available
             self._transport = transport_of(self.model, "RunRecord")
             self._reader = TrafficReader(self._transport)
-        if hasattr(strategy.extended, "current_run"):  # tfdp's own strategies
+        if hasattr(strategy.extended, "current_step"):  # tfdp's own strategies
             self._meter = StepMeter()
             attach(self.model, self._meter)
             self.model.make_train_function(force=True)

@@ -12,7 +12,7 @@ from keras.optimizers import Optimizer
 from tfdp.errors import ConfigurationError
 from tfdp.step.find_optimizers import optimizers_with_sync
 from tfdp.tracing.keras_steps import name_of_step
-from tfdp.tracing.run import Step
+from tfdp.tracing.step import Step
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -62,26 +62,26 @@ class LocalLook:
         return self.look(*args)
 
 
-def begin_local_run(
-    step: Any,
+def begin_local_step(
+    fn: Any,
     optimizers: Sequence[Optimizer],
-    run: Step,
+    step: Step,
     strategy: tf.distribute.Strategy,
     *,
     is_jitted: bool,
 ) -> None:
     """Begins a training step where an optimizer of the model has a `sync`; most make
-    `run` local training. A `LocalLook` starts no round.
+    `step` local training. A `LocalLook` starts no round.
 
     Raises:
       ConfigurationError: when such a step is not supported.
     """
-    if isinstance(step, LocalLook):
+    if isinstance(fn, LocalLook):
         # Others may be in a step, and eager replicas, which take turns, would hang.
-        run.train_in(tuple((rank,) for rank in range(run.replicas)))
+        step.train_in(tuple((rank,) for rank in range(step.replicas)))
         return
     own = optimizers_with_sync(optimizers, strategy)
-    if not own or name_of_step(step) != "train_step":
+    if not own or name_of_step(fn) != "train_step":
         return
     across = {optimizer.sync.across for optimizer in own}
     if len(across) > 1:
@@ -94,7 +94,7 @@ def begin_local_run(
             "sync=... needs graphs: eager replicas run one after the other and stop "
             "for each other at every update. Leave out run_eagerly=True."
         )
-    if is_jitted or step.__self__.jit_compile:
+    if is_jitted or fn.__self__.jit_compile:
         raise ConfigurationError(
             "sync=... has not been shown to work with jit_compile=True. Compile the "
             "model with jit_compile=False."
@@ -106,16 +106,16 @@ def begin_local_run(
             "Give one optimizer for all variables, or leave out min_hosts."
         )
     if all(optimizer.sync.trains_locally for optimizer in own):
-        run.train_in(groups_across(strategy, across.pop()))
+        step.train_in(groups_across(strategy, across.pop()))
     for place, optimizer in enumerate(own):
         # What layers store belongs to the model: its first optimizer handles it.
-        state = step.__self__.non_trainable_variables if place == 0 else ()
-        optimizer.train_apart([variable.value for variable in state], run)
+        state = fn.__self__.non_trainable_variables if place == 0 else ()
+        optimizer.train_apart([variable.value for variable in state], step)
 
 
-def refuse_in_local_run(run: Step) -> None:
+def refuse_in_local_step(step: Step) -> None:
     """Raises ConfigurationError for a sum over replicas in local training."""
-    if run.is_local:
+    if step.is_local:
         raise ConfigurationError(
             "A layer, a loss or a step of your own sums over all replicas "
             "(all_reduce, synchronized batch normalization, a variable with "

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from tfdp._private.names import PerReplica, current_rank
+from tfdp._private.names import current_rank
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.ordering import current_exchange_name
 from tfdp.lint.findings import Findings
@@ -187,17 +187,6 @@ class Step:
             own = [parts[trace.rank] for parts in batch]
             trace.batch = [part for part in own if isinstance(part, tf.Tensor)]
 
-    def note_batch_within(self, given: Any, arguments: Any) -> None:
-        """Stores the tensors through which one program of all replicas gets the batch
-        `given` to the call: the analysis cannot look through its inputs."""
-        pairs = zip(tf.nest.flatten(given), tf.nest.flatten(arguments), strict=True)
-        self.here.batch = [
-            part
-            for value, part in pairs
-            if self.replicas == 1 or isinstance(value, PerReplica)
-            if isinstance(part, tf.Tensor)
-        ]
-
     @property
     def here(self) -> Trace:
         """The trace of the calling replica."""
@@ -262,7 +251,7 @@ class Step:
         if self.groups is None:
             return self.share_of(rank)
         if self.is_even:
-            return tf.constant(self.even_share)
+            return tf.constant(1.0 / self.group_size)
         return tf.math.divide_no_nan(
             tf.cast(self.count_of(rank), tf.float32), self.total_in_group(rank)
         )
@@ -279,11 +268,6 @@ class Step:
             return tf.cast(self.total_of(rank), tf.float32)
         counts = [self.count_of(peer) for peer in self.group_of(rank)]
         return tf.add_n([tf.cast(count, tf.float32) for count in counts])
-
-    @property
-    def even_share(self) -> float:
-        """1 / group_size: a replica's share, only where `is_even`."""
-        return 1.0 / self.group_size
 
     @property
     def group_size(self) -> int:
@@ -416,24 +400,24 @@ class Step:
         return {id(v): value.graph for by, v, value in self.stored if by == rank}
 
 
-def current_run() -> tuple[Step, int] | None:
-    """The run and this replica's rank; None outside a tfdp strategy's replicas."""
+def current_step() -> tuple[Step, int] | None:
+    """The step and this replica's rank; None outside a tfdp strategy's replicas."""
     if tf.distribute.in_cross_replica_context():
         return None
-    run = getattr(tf.distribute.get_strategy().extended, "current_run", None)
-    return None if run is None else (run, current_rank())
+    step = getattr(tf.distribute.get_strategy().extended, "current_step", None)
+    return None if step is None else (step, current_rank())
 
 
 def name_of_gradient() -> str:
     """Names the exchanges of a gradient, in the forward pass, for `exchanges_of`; equal
-    on all replicas and hosts, "" outside of a run. Rematerialized values get names with
-    the same prefix."""
-    found = current_run()
+    on all replicas and hosts, "" outside of a step. Rematerialized values get names
+    with the same prefix."""
+    found = current_step()
     if found is None:
         return ""
-    run, rank = found
+    step, rank = found
     within = current_exchange_name() or ""
-    due = run.trace(rank).exchanges_due
+    due = step.trace(rank).exchanges_due
     due[within] += 1
     return f"{within}{due[within]}."
 
