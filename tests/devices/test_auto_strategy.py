@@ -13,7 +13,11 @@ import tfdp
 from tests.support.fresh_python import run_program
 from tests.support.tpu_stand_in import StandInStrategy
 from tfdp.errors import ConfigurationError, DeviceError
-from tfdp.strategies.in_words import FirstFit, describe_strategy, without_fit_message
+from tfdp.strategies.in_words import (
+    FirstFitNotice,
+    describe_strategy,
+    without_fit_message,
+)
 
 
 def test_every_option_has_a_type_and_a_default():
@@ -124,7 +128,7 @@ def fitted(strategy, **options):
 
 
 def test_the_first_fit_says_it_once(monkeypatch, capfd):
-    monkeypatch.setattr(FirstFit, "_said", set())
+    monkeypatch.setattr(FirstFitNotice, "_said", set())
     strategy = tfdp.DataParallelStrategy(["CPU:1", "CPU:3"])
     fitted(strategy)
     said = f"tfdp: {strategy!r}\n"
@@ -137,7 +141,7 @@ def test_the_first_fit_says_it_once(monkeypatch, capfd):
 
 
 def test_trainings_that_only_compare_say_nothing(monkeypatch, capfd):
-    monkeypatch.setattr(FirstFit, "_said", set())
+    monkeypatch.setattr(FirstFitNotice, "_said", set())
     strategy = tfdp.DataParallelStrategy(["CPU:0", "CPU:2"])
     with without_fit_message():
         fitted(strategy)
@@ -147,7 +151,7 @@ def test_trainings_that_only_compare_say_nothing(monkeypatch, capfd):
 
 
 def test_input_that_each_replica_makes_does_not_hide_it(monkeypatch, capfd):
-    monkeypatch.setattr(FirstFit, "_said", set())
+    monkeypatch.setattr(FirstFitNotice, "_said", set())
     strategy = tfdp.DataParallelStrategy(["CPU:0", "CPU:1"])
     x = tf.data.Dataset.from_tensors((tf.ones((4, 3)), tf.ones((4, 1)))).repeat(8)
     batches = strategy.distribute_datasets_from_function(lambda _: x)
@@ -219,7 +223,7 @@ def test_options_between_hosts_have_no_effect_on_a_tpu(monkeypatch):
 @pytest.mark.worth_seconds(10)
 def test_hosts_that_train_apart_are_one_host(monkeypatch, capfd):
     """On one host the script of docs/local-sgd.md trains as without `sync`."""
-    monkeypatch.setattr(FirstFit, "_said", set())
+    monkeypatch.setattr(FirstFitNotice, "_said", set())
     draw = np.random.default_rng(3)
     x, y = (draw.standard_normal((24, n)).astype("float32") for n in (3, 1))
     weights = []

@@ -18,7 +18,7 @@ import tensorflow as tf
 import tfdp
 from tests.support.fake_transport import FakeTransport, FakeWire
 from tfdp.chain.buffers import Buffers
-from tfdp.chain.compression import Compression, CompressionState
+from tfdp.chain.compression import CompressedExchange, CompressionState
 from tfdp.chain.finite_guard import FiniteGuard
 from tfdp.chain.groups import AllGroups, Exact, GroupState, WithinGroup
 from tfdp.chain.missing_rows import MissingRows
@@ -37,7 +37,7 @@ from tfdp.chain.step_times import (
     WAITING,
     StepTimes,
 )
-from tfdp.chain.table_rows import Rows
+from tfdp.chain.table_rows import TableRows
 from tfdp.compression.method import Exchanged, Method
 from tfdp.exchange.compressed import CompressedSums
 from tfdp.exchange.elastic_pipeline import ElasticPipeline
@@ -230,7 +230,7 @@ def reduce_compressed(transport, optimizer, weights, compressed, gradients):
     def replica(rank):
         own = list(map(tf.constant, gradients[rank]))
         reduction = Reduction(own, weights, run_of([1, 1]), rank, optimizer)
-        reduce(reduction, [Compression(compressed, [0])], transport)
+        reduce(reduction, [CompressedExchange(compressed, [0])], transport)
         return reduction
 
     return transport.on_replicas(replica)
@@ -364,7 +364,7 @@ def test_rows_may_be_added_where_the_update_is_the_same():
         (keras.optimizers.SGD(), True),
         (keras.optimizers.Adam(), 0),
     ):
-        found, transport = reduced(lambda rank: [Rows()], None, optimizer, rows)
+        found, transport = reduced(lambda rank: [TableRows()], None, optimizer, rows)
         assert transport.options == [{"sum_rows": adds, "at_once": False}]
         assert_sums(found, [np.ones((2, 1), np.float32)])
 

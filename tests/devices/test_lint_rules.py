@@ -25,7 +25,7 @@ from tfdp.lint.findings import (
     is_no_mean,
     unscaled_part,
 )
-from tfdp.lint.registry import Gradient, key_of, register, register_exchanged
+from tfdp.lint.registry import GradientOf, key_of, register, register_exchanged
 from tfdp.lint.rules import RULES
 from tfdp.lint.values import (
     CHOSEN,
@@ -413,7 +413,7 @@ def gradient(change, scales=True, loss=None):
             number = mean(tf.square(x @ w))
             number = f * number if scales else number
         found = tape.gradient(number, w)
-        register(found, Gradient((number,), None, None))
+        register(found, GradientOf((number,), None, None))
         return change(found, w)
 
     return function

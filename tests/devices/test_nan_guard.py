@@ -14,7 +14,7 @@ import tfdp
 from tests.support.parity import classification_data, make_strategy
 from tfdp.callbacks import NaNGuard, ReplicaCheck
 from tfdp.errors import ConfigurationError, NotFiniteError, NotFiniteWarning
-from tfdp.step.finite_trace import Finding
+from tfdp.step.finite_trace import NotFinite
 from tfdp.step.observers import observers_of
 
 BATCH = 8
@@ -187,7 +187,7 @@ def test_raising_leaves_the_weights_from_before(steps_per_execution):
     with pytest.raises(NotFiniteError, match="in step 3 of this fit") as caught:
         fit(model, bad_data(np.inf), guard)
     first = caught.value.findings[0]
-    assert first == Finding(1, "input", "x", 0, 1, 48, 1)
+    assert first == NotFinite(1, "input", "x", 0, 1, 48, 1)
     assert "replica 1 (CPU:1): first the input x" in str(caught.value)
     expected = compiled(make_strategy(2))
     fit(expected, [part[: BAD_BATCH * BATCH] for part in good_data()])

@@ -17,13 +17,13 @@ from tfdp.hosts.elastic_view import (
     DONE,
     GONE,
     OUT,
-    Answer,
     View,
+    ViewReply,
     judge,
     parse_answer,
 )
 
-ANSWER = Answer(
+ANSWER = ViewReply(
     session="s",
     is_in=True,
     epoch=7,
@@ -61,7 +61,7 @@ def test_what_an_answer_means(changes, update, meaning):
 def test_what_a_host_says_is_what_another_hears():
     view = View("s", True, 3, 8, 12, (0, 2), {0: ("h", 5)}, (4, 1), rank=2)
     answer = parse_answer(json.loads(json.dumps(view.as_json())), 3)
-    assert answer == Answer("s", True, 3, 8, 12, (0, 2), {0: ("h", 5)}, (4, 1))
+    assert answer == ViewReply("s", True, 3, 8, 12, (0, 2), {0: ("h", 5)}, (4, 1))
     view.is_excluded = True
     assert not parse_answer(view.as_json(), 3).is_in
     view.drop(0)

@@ -9,7 +9,7 @@ import pytest
 from tests.pure.test_socket_link import on_workers
 from tfdp.errors import CollectiveError, WorkerLostError
 from tfdp.hosts.elastic_transfers import CHECKSUM, as_bytes
-from tfdp.hosts.pushes import Layouts, PushLink, Rows
+from tfdp.hosts.pushes import IndexedRows, Layouts, PushLink
 
 SHAPES = [(7, 3), (5,), (1,)]
 # Exact in float32: small multiples of powers of two.
@@ -55,7 +55,11 @@ def gradients_of(rank):
     rows = np.array([rank, 3, 6])
     values = rng.integers(-8, 8, (3, 3)).astype("float32")
     vector, number = rng.integers(-8, 8, 5), rng.integers(-8, 8, 1)
-    return {0: Rows(rows, values), 1: vector.astype("f4"), 2: number.astype("f4")}
+    return {
+        0: IndexedRows(rows, values),
+        1: vector.astype("f4"),
+        2: number.astype("f4"),
+    }
 
 
 def dense(gradients):

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 import tfdp
 from tests.support.apart import linear_model, regression_data
-from tfdp.hosts.pushes import PushLink, Rows
+from tfdp.hosts.pushes import IndexedRows, PushLink
 from tfdp.step.owned_parts import OwnedParts
 
 BATCH, ROWS, EPOCHS = 8, 69, 2
@@ -45,9 +45,9 @@ class Log:
             return weights
 
         def apply(owner, push):
-            kinds = [type(part) is Rows for part in push.parts.values()]
+            kinds = [type(part) is IndexedRows for part in push.parts.values()]
             sizes = [
-                len(part.indices) if type(part) is Rows else len(part)
+                len(part.indices) if type(part) is IndexedRows else len(part)
                 for part in push.parts.values()
             ]
             log.applied.append(

@@ -12,7 +12,7 @@ from tfdp.seams.replace import is_replaced, replace
 RUN = "_run_through_graph"
 
 
-class Node(NamedTuple):
+class OperationCall(NamedTuple):
     """One call of an operation."""
 
     operation: Any  # a layer, or an operation of `keras.ops`
@@ -41,24 +41,24 @@ def is_overridden(functional: Any) -> bool:
     return is_replaced(functional, RUN)
 
 
-def nodes_of(functional: Any) -> list[Node]:
+def nodes_of(functional: Any) -> list[OperationCall]:
     """The nodes in the order in which Keras runs them."""
     by_depth = functional._nodes_by_depth
     nodes = [n for depth in sorted(by_depth, reverse=True) for n in by_depth[depth]]
     return [_node_of(n) for n in nodes if n.operation and not n.is_input]
 
 
-def _node_of(node: Any) -> Node:
+def _node_of(node: Any) -> OperationCall:
     arguments, takes = node.arguments, tuple(node.input_tensors)
     flat = keras.tree.flatten((arguments.args, arguments.kwargs))
     variables = tuple(value for value in flat if isinstance(value, keras.Variable))
-    return Node(
+    return OperationCall(
         node.operation, takes, tuple(node.outputs), variables, arguments.fill_in
     )
 
 
 def run_nodes(
-    nodes: Iterable[Node],
+    nodes: Iterable[OperationCall],
     values: dict[int, Any],
     operation_fn: Callable[[Any], Callable],
 ) -> None:

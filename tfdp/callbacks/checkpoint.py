@@ -28,9 +28,9 @@ from tfdp._private.keras_models import (
 from tfdp.callbacks.other_callbacks import BeforeOthers, Logs, refuse_others
 from tfdp.callbacks.step_count import check_count, is_due
 from tfdp.callbacks.training_state import (
+    FitPosition,
     HiddenOptimizers,
     KeptInput,
-    Place,
     arrays_of,
     kept_logs,
     kept_of,
@@ -215,7 +215,7 @@ class Checkpoint(keras.callbacks.Callback):
     def _resume(self, restored: Restored) -> None:
         if self._own_pace is not None:
             restored = place_of_host(restored, self._hosts)
-        place = Place.of(restored)
+        place = FitPosition.of(restored)
         self._place, self._first_epoch = place, place.first_epoch
         self._step, self._batch = restored.step, place.batch
         self._put_back_state = state_of(self.model) if place.batch else lambda: None
@@ -357,7 +357,7 @@ class Checkpoint(keras.callbacks.Callback):
         ended, read = self._passes.place(is_epoch_end)
         if self._own_pace is not None and self.params["steps"] is None:
             read = min(read, self._batch)  # a step may have found the end of the data
-        place = Place(
+        place = FitPosition(
             epoch=self._epoch + is_epoch_end,
             batch=0 if is_epoch_end else self._batch,
             passes_ended=ended,

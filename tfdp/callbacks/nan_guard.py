@@ -23,7 +23,7 @@ from tfdp.step.find_optimizers import (
     optimizers_of,
     optimizers_with_sync,
 )
-from tfdp.step.finite_trace import Finding, find_not_finite, weights_not_finite
+from tfdp.step.finite_trace import NotFinite, find_not_finite, weights_not_finite
 from tfdp.step.observers import attach, detach
 from tfdp.strategies.gather_from_hosts import (
     first_rank_of,
@@ -130,7 +130,7 @@ class NaNGuard(keras.callbacks.Callback):
         #: Number of rollbacks.
         self.rollbacks = 0
         #: The last report.
-        self.findings: list[Finding] = []
+        self.findings: list[NotFinite] = []
         self._guard: FiniteGuard | None = None
         self._copy: KeptCopy | None = None
         self._steps = StepCount()
@@ -209,7 +209,7 @@ class NaNGuard(keras.callbacks.Callback):
         self._guard.go_on()  # type: ignore[union-attr]
         return True
 
-    def _report(self, found: list[Finding], when: str, *, is_enough: bool) -> None:
+    def _report(self, found: list[NotFinite], when: str, *, is_enough: bool) -> None:
         self.findings = found
         message = describe_findings(found, self._places(), when)
         if is_enough:
@@ -218,23 +218,23 @@ class NaNGuard(keras.callbacks.Callback):
         self._has_warned = True
         warnings.warn(message, NotFiniteWarning, stacklevel=2)
 
-    def _find(self) -> list[Finding]:
+    def _find(self) -> list[NotFinite]:
         first = first_rank_of(self.model.distribute_strategy)
         batches = self._guard.kept_batches()  # type: ignore[union-attr]
         return self._gather(find_not_finite(self.model, batches, first))
 
-    def _bad_weights(self) -> list[Finding]:
+    def _bad_weights(self) -> list[NotFinite]:
         first = first_rank_of(self.model.distribute_strategy)
         return self._gather(weights_not_finite(self.model, first))
 
-    def _gather(self, mine: list[Finding]) -> list[Finding]:
+    def _gather(self, mine: list[NotFinite]) -> list[NotFinite]:
         """Findings of all hosts; in local training only of this one."""
         if _is_local_training(self.model):
             return mine
         strategy = self.model.distribute_strategy
         fields = [dataclasses.astuple(finding) for finding in mine]
         by_host = gather_from_hosts(strategy, fields, "what is not finite")
-        return [Finding(*fields) for values in by_host for fields in values]
+        return [NotFinite(*fields) for values in by_host for fields in values]
 
     def _places(self) -> list[str]:
         strategy = self.model.distribute_strategy
@@ -301,10 +301,10 @@ def _check_can_act(model: keras.Model, on_nan: str) -> None:
 
 
 def describe_findings(
-    found: Sequence[Finding], places: Sequence[str], when: str
+    found: Sequence[NotFinite], places: Sequence[str], when: str
 ) -> str:
     """Describes what is not finite, where, and what to do."""
-    by_rank: dict[int, list[Finding]] = {}
+    by_rank: dict[int, list[NotFinite]] = {}
     for finding in found:
         by_rank.setdefault(finding.rank, []).append(finding)
     clauses = [f"{places[r]}: {_describe_replica(f)}" for r, f in by_rank.items()] or [
@@ -319,7 +319,7 @@ def describe_findings(
     )
 
 
-def _describe_replica(findings: Sequence[Finding]) -> str:
+def _describe_replica(findings: Sequence[NotFinite]) -> str:
     gradients = [finding.name for finding in findings if finding.kind == "gradient"]
     texts = [_describe(f) for f in findings if f.kind not in ("gradient", "unknown")]
     if gradients:
@@ -335,7 +335,7 @@ def _describe_replica(findings: Sequence[Finding]) -> str:
     return ", ".join(clauses)
 
 
-def _describe(finding: Finding) -> str:
+def _describe(finding: NotFinite) -> str:
     if finding.kind == "loss":
         return "the loss"
     row = "" if finding.row is None else f", the first in row {finding.row}"

@@ -369,7 +369,7 @@ def place_of_host(restored: Restored, hosts: Hosts) -> Restored:
 
 
 @dataclass(frozen=True)
-class Place:
+class FitPosition:
     """The place in `fit` and in its data from which to resume; numbers start at 0."""
 
     epoch: int
@@ -385,7 +385,7 @@ class Place:
         return asdict(self)
 
     @classmethod
-    def of(cls, restored: Restored) -> Place:
+    def of(cls, restored: Restored) -> FitPosition:
         """The place in a checkpoint; `DataError` if it has none."""
         state: Any = restored.program.get("place")
         try:

@@ -87,7 +87,7 @@ class OfVariable(tf.Module):
             slot.copies[place].assign(value)
 
 
-class Compression(Stage):
+class CompressedExchange(Stage):
     """Exchanges compressed gradients apart from the others, and one flag with these.
 
     The flag counts replicas with non-finite numbers. Where it is not 0 every replica
@@ -165,7 +165,7 @@ def compression_stages(reduction: Reduction, compressed: CompressedSums) -> list
     _refuse_momentum(compressed, optimizer)
     places = places_taken(compressed, reduction)
     unit = scale_when_summed(optimizer)
-    return [Compression(compressed, places, unit)] if places else []
+    return [CompressedExchange(compressed, places, unit)] if places else []
 
 
 def places_taken(compressed: CompressedSums, reduction: Reduction) -> list[int]:

@@ -8,7 +8,11 @@ import tensorflow as tf
 from keras.optimizers import Optimizer
 
 from tfdp._private.names import own_copy, replicas_of
-from tfdp.chain.compression import Compression, places_taken, refuse_eager_compression
+from tfdp.chain.compression import (
+    CompressedExchange,
+    places_taken,
+    refuse_eager_compression,
+)
 from tfdp.chain.reduction import Reduction, Stage, scale_when_summed
 from tfdp.compression.method import MomentumCompression
 from tfdp.errors import ConfigurationError
@@ -79,7 +83,7 @@ def momentum_stages(reduction: Reduction, reducer: Reducer) -> list[Stage]:
     unit = scale_when_summed(optimizer)
     return [
         Momentum(places, unit, kept, is_plain),
-        Compression(compressed, places, unit, is_plain),
+        CompressedExchange(compressed, places, unit, is_plain),
     ]
 
 

@@ -70,9 +70,9 @@ def chain_of(reduction: Reduction) -> list[Stage]:
 
         chain.append(MissingRows())
     if has_rows:
-        from tfdp.chain.table_rows import Rows
+        from tfdp.chain.table_rows import TableRows
 
-        chain.append(Rows())
+        chain.append(TableRows())
     state = step.take_local_state(rank)
     if state and not step.is_of_one:  # else the replica's values are the means already
         from tfdp.chain.buffers import Buffers

@@ -138,7 +138,7 @@ class SameRows(Stage):
             )
 
 
-class Rows(Stage):
+class TableRows(Stage):
     """Adds rows of equal index where one device's update is the same."""
 
     def before(self, reduction: Reduction) -> None:

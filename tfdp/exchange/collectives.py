@@ -48,14 +48,14 @@ from tfdp.plan.topology import Topology
 
 
 @dataclasses.dataclass(frozen=True)
-class _Group:
+class _RankGroup:
     """Ranks of one collective, its key, and the number of the round size, if padded."""
 
     ranks: tuple[int, ...]
     key: int
     size_number: tf.Tensor | None = dataclasses.field(default=None, compare=False)
 
-    def of_size(self, number: tf.Tensor | None) -> _Group:
+    def of_size(self, number: tf.Tensor | None) -> _RankGroup:
         return dataclasses.replace(self, size_number=number)
 
 
@@ -76,12 +76,12 @@ class Collectives(Transport):
         self.hint = hint
         self._over_nccl = hint == "nccl"
         self._has_reduce_scatter = self._over_nccl
-        self._everyone = _Group(topology.all_ranks, next_group_key())
+        self._everyone = _RankGroup(topology.all_ranks, next_group_key())
         self._within = [
-            _Group(g, next_group_key()) for g in topology.within_host_groups
+            _RankGroup(g, next_group_key()) for g in topology.within_host_groups
         ]
         self._across = [
-            _Group(g, next_group_key()) for g in topology.across_host_groups
+            _RankGroup(g, next_group_key()) for g in topology.across_host_groups
         ]
         # By group key. The n-th launch of a rank in a group pairs with the n-th of its
         # peers, or with the one of the same name.
@@ -290,7 +290,7 @@ class Collectives(Transport):
         part = self._sum(part, across, rank)
         return self._gather_same_type(part, within, rank)[:elements]
 
-    def _sum(self, tensor: tf.Tensor, group: _Group, rank: int) -> tf.Tensor:
+    def _sum(self, tensor: tf.Tensor, group: _RankGroup, rank: int) -> tf.Tensor:
         # A reduce-scatter and an all-gather of the same chunks.
         self._count_ring(tensor, group, rank, rounds=2)
         with tf.device(self.devices[rank]):
@@ -300,7 +300,7 @@ class Collectives(Transport):
         run_independently(result.op)
         return result
 
-    def _gather(self, tensor: tf.Tensor, group: _Group, rank: int) -> tf.Tensor:
+    def _gather(self, tensor: tf.Tensor, group: _RankGroup, rank: int) -> tf.Tensor:
         # Each replica's tensor goes round: every replica sends all of them except one.
         self.traffic.add(rank, tensor, times=len(group.ranks) - 1)
         with tf.device(self.devices[rank]):
@@ -309,13 +309,15 @@ class Collectives(Transport):
             return rearranged(result, self._places(group))
 
     def _gather_same_type(
-        self, tensor: tf.Tensor, group: _Group, rank: int
+        self, tensor: tf.Tensor, group: _RankGroup, rank: int
     ) -> tf.Tensor:
         """`_gather` for a type that sums but may not gather (bfloat16)."""
         wire, restore = to_gather_wire(tensor)
         return restore(self._gather(wire, group, rank))
 
-    def _reduce_scatter(self, tensor: tf.Tensor, group: _Group, rank: int) -> tf.Tensor:
+    def _reduce_scatter(
+        self, tensor: tf.Tensor, group: _RankGroup, rank: int
+    ) -> tf.Tensor:
         """This rank's part of the group's sum; the length must divide evenly."""
         size = len(group.ranks)
         # By a ring or by an all-to-all: all chunks except its own.
@@ -333,7 +335,7 @@ class Collectives(Transport):
             run_independently(parts.op)
             return tf.reduce_sum(parts, axis=0)
 
-    def _order(self, group: _Group) -> tuple[int, ...]:
+    def _order(self, group: _RankGroup) -> tuple[int, ...]:
         """The member of `group` at each of TensorFlow's ranks."""
         if group.key not in self._orders:
             self._orders[group.key] = learn_order(
@@ -344,18 +346,20 @@ class Collectives(Transport):
             )
         return self._orders[group.key]
 
-    def _places(self, group: _Group) -> tuple[int, ...]:
+    def _places(self, group: _RankGroup) -> tuple[int, ...]:
         """TensorFlow's rank of each member of `group`."""
         order = self._order(group)
         return tuple(order.index(member) for member in range(len(order)))
 
     def _count_ring(
-        self, tensor: tf.Tensor, group: _Group, rank: int, rounds: int
+        self, tensor: tf.Tensor, group: _RankGroup, rank: int, rounds: int
     ) -> None:
         place, parts = group.ranks.index(rank), len(group.ranks)
         self.traffic.add_ring(rank, tensor, place, parts, rounds)
 
-    def _launch(self, tensor: tf.Tensor, group: _Group, rank: int) -> dict[str, object]:
+    def _launch(
+        self, tensor: tf.Tensor, group: _RankGroup, rank: int
+    ) -> dict[str, object]:
         """The arguments of every collective op, with a fresh instance key."""
         number = self._launches[group.key].next(rank)
         # TensorFlow's keys are not negative; the numbers of named exchanges are.

@@ -39,7 +39,7 @@ from tfdp.hosts.elastic_transfers import (
     fingerprint_of_arrays,
     try_dial,
 )
-from tfdp.hosts.elastic_view import Answer
+from tfdp.hosts.elastic_view import ViewReply
 from tfdp.hosts.messages import MOST_REASON_CHARACTERS, checked_text, raise_if_refused
 
 Arrays = list[np.ndarray]
@@ -97,7 +97,7 @@ class OuterAllReduce:
         group = self._group
         deadline, has_come = time.monotonic() + group.timeout_seconds, False
 
-        def check_late(answer: Answer | None) -> None:
+        def check_late(answer: ViewReply | None) -> None:
             nonlocal deadline, has_come
             if answer is not None and answer.at == self._update and not has_come:
                 # The leader now waits for the other members, for at most as long.

@@ -36,7 +36,7 @@ from tfdp.hosts.elastic_transfers import (
     send_and_close,
     try_dial,
 )
-from tfdp.hosts.elastic_view import Answer, parse_answer, parse_place
+from tfdp.hosts.elastic_view import ViewReply, parse_answer, parse_place
 from tfdp.hosts.host_link import Arrays
 from tfdp.hosts.listener import listen, local_address
 from tfdp.hosts.messages import (
@@ -376,7 +376,7 @@ def wait_for_late_hosts(group: Members, give: Callable[[], None]) -> None:
     Meanwhile `give` gives the state to hosts that join. Ends as soon as another host
     goes on, which gives it then, and after `timeout_seconds` at the latest.
     """
-    answers: dict[int, Answer] = {}
+    answers: dict[int, ViewReply] = {}
     deadline = time.monotonic() + group.timeout_seconds
 
     def look(rank: int) -> bool:

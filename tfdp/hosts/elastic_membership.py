@@ -26,8 +26,8 @@ from tfdp.hosts.elastic_view import (
     GONE,
     MOST_COUNT,
     OUT,
-    Answer,
     View,
+    ViewReply,
     judge,
     parse_addresses,
     parse_answer,
@@ -45,7 +45,7 @@ class LeftOutError(FoundOutError):
 class AllReduceDoneError(FoundOutError):
     """Another host has finished the all-reduce whose means this host has."""
 
-    def __init__(self, answer: Answer):
+    def __init__(self, answer: ViewReply):
         super().__init__("done elsewhere")
         self.answer = answer
 
@@ -89,7 +89,7 @@ class Members:
             raise PeerLostError(rank, "its address is unknown")
         return found
 
-    def query(self, rank: int, kind: str = "ask") -> Answer | None:
+    def query(self, rank: int, kind: str = "ask") -> ViewReply | None:
         """The host's reply or None; a ConnectionRefusedError if no process listens."""
         try:
             message = query(self.address(rank), self.secret, self.hello(kind))
@@ -103,7 +103,7 @@ class Members:
         self,
         rank: int,
         update: int | None = None,
-        also: Callable[[Answer | None], None] = lambda answer: None,
+        also: Callable[[ViewReply | None], None] = lambda answer: None,
     ) -> FailureDetector:
         """Watches a member in the all-reduce after `update`; `also` gets each reply.
 

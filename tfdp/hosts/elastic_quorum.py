@@ -41,7 +41,7 @@ from tfdp.hosts.elastic_transfers import (
     fingerprint_of_arrays,
     try_dial,
 )
-from tfdp.hosts.elastic_view import MOST_COUNT, Answer
+from tfdp.hosts.elastic_view import MOST_COUNT, ViewReply
 from tfdp.hosts.host_link import Arrays
 from tfdp.hosts.messages import (
     MOST_REASON_CHARACTERS,
@@ -474,7 +474,7 @@ class QuorumRounds:
         group = self._group
         says: list[int | None] = []
 
-        def note(answer: Answer | None) -> None:
+        def note(answer: ViewReply | None) -> None:
             says[:] = [] if answer is None else [answer.leader]
 
         detector = group.failure_detector(rank, also=note)
@@ -508,10 +508,10 @@ class QuorumRounds:
         """Takes over what others have decided meanwhile, before this host decides."""
         group = self._group
         others = [rank for rank in group.view.members if rank != group.rank]
-        answers: dict[int, Answer] = {}
+        answers: dict[int, ViewReply] = {}
 
         def find(rank: int) -> None:
-            def note(answer: Answer | None) -> None:
+            def note(answer: ViewReply | None) -> None:
                 if answer is not None:
                     answers[rank] = answer
 

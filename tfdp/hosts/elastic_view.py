@@ -26,7 +26,7 @@ Address = tuple[str, int]
 
 
 @dataclasses.dataclass
-class Answer:
+class ViewReply:
     """A host's reply to a query: what it knows of the group."""
 
     session: str = ""  # of the group; "" before there is one
@@ -46,7 +46,7 @@ class Answer:
 
 
 @dataclasses.dataclass
-class View(Answer):
+class View(ViewReply):
     """The knowledge of this host (`rank`) about its group."""
 
     addresses: dict[int, Address] = dataclasses.field(default_factory=dict)
@@ -72,10 +72,10 @@ class View(Answer):
         self.members = tuple(member for member in self.members if member != rank)
 
 
-def parse_answer(message: Mapping[str, Any], workers: int) -> Answer:
+def parse_answer(message: Mapping[str, Any], workers: int) -> ViewReply:
     """Parses a host's reply; raises ValueError, as the functions below."""
     at = message.get("at")
-    return Answer(
+    return ViewReply(
         session=checked_text(message.get("session"), 255),
         is_in=message.get("is_in") is True,
         epoch=checked_integer(message.get("epoch"), 0, MOST_COUNT),
@@ -116,7 +116,7 @@ def parse_addresses(value: object, workers: int) -> dict[int, Address]:
     return dict(zip(ranks, map(checked_address, value.values()), strict=True))
 
 
-def judge(view: View, answer: Answer, update: int | None = None) -> str:
+def judge(view: View, answer: ViewReply, update: int | None = None) -> str:
     """Judges what the reply of a supposed member means to a host with `view`.
 
     `update` is that of the all-reduce that this host is in, if any.

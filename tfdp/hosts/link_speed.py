@@ -15,7 +15,7 @@ import numpy as np
 
 from tfdp.hosts.host_link import HostLink
 from tfdp.hosts.messages import read_as
-from tfdp.hosts.recursive_doubling import End, gather_blobs
+from tfdp.hosts.recursive_doubling import DistanceLinks, gather_blobs
 from tfdp.plan.sum_ways import LinkSpeed
 
 SHORT_BYTES, SHORT_REPEATS = 64, 5
@@ -25,7 +25,7 @@ SPEED = struct.Struct("<dd")
 LEAST_SECONDS = 1e-7
 
 
-def agreed_speed(ends: Sequence[End], rank: int, workers: int) -> LinkSpeed:
+def agreed_speed(ends: Sequence[DistanceLinks], rank: int, workers: int) -> LinkSpeed:
     """The medians of the workers' measurements, the same on all; or CollectiveError.
 
     Cost: 6 messages of 64 bytes and 4 of 64 KiB to each neighbor, and a gather.
@@ -45,14 +45,16 @@ def _speed(blob: bytes | memoryview) -> LinkSpeed:
     return LinkSpeed(*numbers)
 
 
-def _measured_speed(ends: Sequence[End]) -> LinkSpeed:
+def _measured_speed(ends: Sequence[DistanceLinks]) -> LinkSpeed:
     short = _seconds_of_a_round(ends, SHORT_BYTES, SHORT_REPEATS)
     long = _seconds_of_a_round(ends, LONG_BYTES, LONG_REPEATS)
     # Includes the latency: on a fast link the rate is up to half too low, never absurd.
     return LinkSpeed(short, LONG_BYTES / long)
 
 
-def _seconds_of_a_round(ends: Sequence[End], size_bytes: int, repeats: int) -> float:
+def _seconds_of_a_round(
+    ends: Sequence[DistanceLinks], size_bytes: int, repeats: int
+) -> float:
     sent, received = np.zeros((2, size_bytes), np.uint8)
     seconds = []
     for _ in range(1 + repeats):

@@ -53,7 +53,7 @@ POLL_SECONDS = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class IndexedRows:
     """Rows of a table: ascending indices of different rows, and their values."""
 
     indices: np.ndarray  # int64 [n]
@@ -74,7 +74,7 @@ class Push:
     rank: int
     version: int
     rate: float
-    parts: Mapping[int, np.ndarray | Rows]
+    parts: Mapping[int, np.ndarray | IndexedRows]
 
 
 class Owner(Protocol):
@@ -107,18 +107,22 @@ class Layouts:
         width = self.row_elements(place)
         return start // width, -(-stop // width)
 
-    def part_of(self, gradient: np.ndarray | Rows, place: int, owner: int) -> Any:
+    def part_of(
+        self, gradient: np.ndarray | IndexedRows, place: int, owner: int
+    ) -> Any:
         """The owner's part of a whole gradient; of rows those that it has a part of."""
-        if isinstance(gradient, Rows):
+        if isinstance(gradient, IndexedRows):
             bounds = np.searchsorted(gradient.indices, self.rows(place, owner))
-            return Rows(
+            return IndexedRows(
                 gradient.indices[slice(*bounds)], gradient.values[slice(*bounds)]
             )
         return gradient.reshape(-1)[slice(*self.whole[place].bounds(owner))]
 
-    def dense(self, part: np.ndarray | Rows, place: int, owner: int) -> np.ndarray:
+    def dense(
+        self, part: np.ndarray | IndexedRows, place: int, owner: int
+    ) -> np.ndarray:
         """The owner's part, flat, with zeros in rows that did not come."""
-        if not isinstance(part, Rows):
+        if not isinstance(part, IndexedRows):
             return part
         first, end = self.rows(place, owner)
         start, stop = self.whole[place].bounds(owner)
@@ -232,7 +236,7 @@ class PushLink:
             self._changed.notify_all()
 
     def push(
-        self, rate: float, gradients: Mapping[int, np.ndarray | Rows]
+        self, rate: float, gradients: Mapping[int, np.ndarray | IndexedRows]
     ) -> list[np.ndarray]:
         """Pushes the parts of whole gradients to their owners; returns the weights.
 
@@ -262,8 +266,8 @@ class PushLink:
         ]
 
     def _parts_for(
-        self, owner: int, gradients: Mapping[int, np.ndarray | Rows]
-    ) -> dict[int, np.ndarray | Rows]:
+        self, owner: int, gradients: Mapping[int, np.ndarray | IndexedRows]
+    ) -> dict[int, np.ndarray | IndexedRows]:
         part_of = self._layouts.part_of
         return {place: part_of(g, place, owner) for place, g in gradients.items()}
 
@@ -272,7 +276,7 @@ class PushLink:
     ) -> None:
         parts = self._parts_for(owner, gradients)
         counts = [
-            [place, len(part.indices) if isinstance(part, Rows) else -1]
+            [place, len(part.indices) if isinstance(part, IndexedRows) else -1]
             for place, part in parts.items()
         ]
         message = {
@@ -283,7 +287,7 @@ class PushLink:
         }
         wire.send_line(message)
         for part in parts.values():
-            if isinstance(part, Rows):
+            if isinstance(part, IndexedRows):
                 wire.send(part.indices, part.values)
             else:
                 wire.send(part)
@@ -431,7 +435,9 @@ class PushLink:
             counts[place] = checked_integer(pair[1], -1, max(end - first, 0))
         return counts
 
-    def _accept_part(self, wire: Watched, place: int, count: int) -> np.ndarray | Rows:
+    def _accept_part(
+        self, wire: Watched, place: int, count: int
+    ) -> np.ndarray | IndexedRows:
         own, layouts, dtype = self._link.rank, self._layouts, self._dtypes[place]
         if count < 0:
             part = np.empty(layouts.length(place, own), dtype)
@@ -445,7 +451,7 @@ class PushLink:
             first <= indices[0] and indices[-1] < end and np.all(np.diff(indices) > 0)
         ):
             raise ValueError("not the rows of a table")
-        return Rows(indices, values)
+        return IndexedRows(indices, values)
 
     # Where all hosts meet.
 

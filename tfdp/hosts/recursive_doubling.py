@@ -28,7 +28,7 @@ MOST_AT_ONCE_BYTES = 1 << 20
 FRESH = functools.partial(np.empty, dtype=np.uint8)
 
 
-class End(Protocol):
+class DistanceLinks(Protocol):
     """The connections to the worker at one distance after, and from the one before."""
 
     def send(self, data: np.ndarray | bytes | memoryview) -> None:
@@ -41,7 +41,9 @@ class End(Protocol):
         """Returns the next `size_bytes` received bytes."""
 
 
-def gather_rows(rows: np.ndarray, ends: Sequence[End], begun: bool = False) -> None:
+def gather_rows(
+    rows: np.ndarray, ends: Sequence[DistanceLinks], begun: bool = False
+) -> None:
     """Fills contiguous `rows`: row d from d ranks before. `begun`: row 0 was sent."""
     held = 1
     for end in ends:
@@ -57,7 +59,9 @@ def leaving(workers: int, distance: int) -> list[int]:
     return [row for row in range(workers) if row & distance]
 
 
-def swap_rows(rows: np.ndarray, ends: Sequence[End], begun: bool = False) -> np.ndarray:
+def swap_rows(
+    rows: np.ndarray, ends: Sequence[DistanceLinks], begun: bool = False
+) -> np.ndarray:
     """Sends row d to the worker d ranks after; returned row d is from d ranks before.
 
     Changes `rows`. `begun`: whether the first round's data, odd rows, was sent already.
@@ -77,7 +81,7 @@ def gather_blobs(
     rank: int,
     workers: int,
     most_bytes: int,
-    ends: Sequence[End],
+    ends: Sequence[DistanceLinks],
     room: Callable[[int], np.ndarray] = FRESH,
 ) -> list[memoryview]:
     """All workers' bytes (of arrays, uint8), by rank; their lengths may differ.
@@ -108,7 +112,7 @@ def gather_blobs(
 
 
 def _taken(
-    end: End, size_bytes: int, room: Callable[[int], np.ndarray] | None
+    end: DistanceLinks, size_bytes: int, room: Callable[[int], np.ndarray] | None
 ) -> memoryview:
     """The next bytes from `end`; without `room` memory grows as they arrive."""
     if room is None:
@@ -161,7 +165,7 @@ class SmallSum:
         edges = part_edges(self._flat.size, self._workers)
         return zip(range(self._workers), edges[:-1], edges[1:], strict=True)
 
-    def run(self, outputs: Arrays, ends: Sequence[End]) -> None:
+    def run(self, outputs: Arrays, ends: Sequence[DistanceLinks]) -> None:
         """Writes the sums into flat `outputs`; `first` must have been sent."""
         # Loss scaling looks for infinities; a warning for each would bury other output.
         with np.errstate(over="ignore", invalid="ignore"):
@@ -171,12 +175,12 @@ class SmallSum:
             output[...] = total[start : start + output.size]
             start += output.size
 
-    def _gathered(self, ends: Sequence[End]) -> np.ndarray:
+    def _gathered(self, ends: Sequence[DistanceLinks]) -> np.ndarray:
         gather_rows(self._rows, ends, begun=True)
         order = order_of_adding(self._flat.size, self._rank, self._workers)
         return added(self._rows.reshape(-1)[order])
 
-    def _doubled(self, ends: Sequence[End]) -> np.ndarray:
+    def _doubled(self, ends: Sequence[DistanceLinks]) -> np.ndarray:
         received = swap_rows(self._rows, ends, begun=True)
         # Row d is from d ranks before: the next worker's is the last row.
         rows = np.empty_like(received)

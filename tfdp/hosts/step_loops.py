@@ -43,7 +43,7 @@ class _Loop:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
+class _LoopPosition:
     """A worker's position when it started or ended a loop."""
 
     event: str  # "started epoch 2 of fit (dataset 0)"
@@ -53,7 +53,7 @@ class _Place:
     digest: str = ""  # see `Compared.digest`
 
     @classmethod
-    def from_note(cls, note: str) -> _Place:
+    def from_note(cls, note: str) -> _LoopPosition:
         """Parses another worker's note; raises ValueError."""
         fields = parse_object(note.encode())
         exchanges = parse_object(json.dumps(fields.get("exchanges")).encode())
@@ -113,7 +113,7 @@ class StepLoops:
     ) -> None:
         digest = compared.digest(is_end=is_end)
         exchanges = self._under_way(CHANNELS) | self._announced
-        mine = _Place(event, exchanges, self._begun, steps, digest)
+        mine = _LoopPosition(event, exchanges, self._begun, steps, digest)
         self._is_at_place = True
         try:
             notes = self._share_note(self._key, json.dumps(dataclasses.asdict(mine)))
@@ -183,7 +183,7 @@ class StepLoops:
                 return self._why_in_vain(rank, theirs, membership.rank)
         return None
 
-    def _why_in_vain(self, rank: int, theirs: _Place, own_rank: int) -> str:
+    def _why_in_vain(self, rank: int, theirs: _LoopPosition, own_rank: int) -> str:
         loop = self._open[-1] if self._open else None
         if loop is not None and theirs.event == f"ended {loop.name}":
             return _difference({rank: theirs.steps, own_rank: loop.planned()})
@@ -194,9 +194,9 @@ class StepLoops:
         )
 
 
-def _place_of(rank: int, note: str) -> _Place:
+def _place_of(rank: int, note: str) -> _LoopPosition:
     try:
-        return _Place.from_note(note)
+        return _LoopPosition.from_note(note)
     except ValueError as error:
         raise CollectiveError(
             f"Worker {rank} left a note that no worker leaves ({error}). Give every "
@@ -204,7 +204,7 @@ def _place_of(rank: int, note: str) -> _Place:
         ) from error
 
 
-def _other_order(places: Mapping[int, _Place]) -> str:
+def _other_order(places: Mapping[int, _LoopPosition]) -> str:
     by_event: dict[str, list[int]] = {}
     for rank in sorted(places):
         by_event.setdefault(places[rank].event, []).append(rank)

@@ -28,7 +28,7 @@ KERAS_BAR = re.compile(
 )
 
 
-class Target(Protocol):
+class LineReceiver(Protocol):
     """Receives lines."""
 
     def write(self, data: bytes, /) -> object:
@@ -63,12 +63,12 @@ class LineRelay:
 
     def __init__(
         self,
-        target: Target,
+        target: LineReceiver,
         prefix: bytes,
         tail: Tail,
         listeners: Mapping[bytes, Callable[[bytes], None]] | None = None,
         *,
-        log: Target | None = None,
+        log: LineReceiver | None = None,
         shows_bars: bool = True,
     ):
         self._target, self._prefix, self._tail = target, prefix, tail

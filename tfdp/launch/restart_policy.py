@@ -41,7 +41,7 @@ class Ending:
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
+class RestartDecision:
     """The decision after an ending."""
 
     restart: bool
@@ -98,7 +98,7 @@ class Judge:
         self._last: Ending | None = None
         self._fruitless = self._in_a_row = 0
 
-    def judge(self, ending: Ending) -> Verdict:
+    def judge(self, ending: Ending) -> RestartDecision:
         got_further = self._update_progress(ending.progress)
         # The previous ending, unless there was progress since.
         last, self._last = None if got_further else self._last, ending
@@ -107,12 +107,12 @@ class Judge:
         self._in_a_row = self._in_a_row + 1 if in_same_place else 1
         wait = wait_seconds(self._fruitless)
         if not self.most_restarts:
-            return Verdict(False)
+            return RestartDecision(False)
         if ending.requests_restart and got_further:
-            return Verdict(True, wait_seconds=wait, is_free=True)
+            return RestartDecision(True, wait_seconds=wait, is_free=True)
         if self.used_restarts >= self.most_restarts:
             most = self.most_restarts
-            return Verdict(False, f"{most} of {most} restarts are used up")
+            return RestartDecision(False, f"{most} of {most} restarts are used up")
         drops = ending.place is not None and (
             self._in_a_row >= FAILURES_OF_A_PLACE
             and len(self.places) > self.least_workers
@@ -121,14 +121,14 @@ class Judge:
             step = ending.progress.reached_step
             where = "" if step is None else f" at step {step}"
             reason = f"the same twice in a row{where}, with nothing gained: "
-            return Verdict(False, reason + ending.error)
+            return RestartDecision(False, reason + ending.error)
         self.used_restarts += 1
         if not drops:
-            return Verdict(True, wait_seconds=wait)
+            return RestartDecision(True, wait_seconds=wait)
         self.places = [place for place in self.places if place != ending.place]
         row, self._in_a_row = self._in_a_row, 0
         reason = f"has failed first {row} times in a row, and is left out"
-        return Verdict(True, reason, wait, dropped=ending.place)
+        return RestartDecision(True, reason, wait, dropped=ending.place)
 
     def _update_progress(self, progress: Progress) -> bool:
         """Records the progress; whether it is further than ever before."""

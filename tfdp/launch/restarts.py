@@ -21,7 +21,7 @@ from tfdp.launch.guard import OrphanGuard
 from tfdp.launch.one_by_one import OneByOne
 from tfdp.launch.output import WorkerLogs
 from tfdp.launch.own_folder import OwnFolder
-from tfdp.launch.restart_policy import Ending, Judge, Verdict, combine
+from tfdp.launch.restart_policy import Ending, Judge, RestartDecision, combine
 from tfdp.launch.signals import received_signals, signal_name
 from tfdp.launch.ssh import CONNECT_SECONDS, SSH
 from tfdp.launch.worker import SSH_ERROR, WorkerCommand
@@ -224,7 +224,7 @@ class _Launch:
     def _must_end(self) -> bool:
         return bool(self._received) or self.console.reader_left
 
-    def _report_verdict(self, ending: Ending, verdict: Verdict) -> None:
+    def _report_verdict(self, ending: Ending, verdict: RestartDecision) -> None:
         judge, lines = self._judge, []
         step = ending.progress.reached_step
         if ending.worker and step is not None:

@@ -17,7 +17,7 @@ from tfdp.cluster.progress import START_AGAIN, Progress, parse_progress, read_pr
 from tfdp.hosts import crash_report
 from tfdp.hosts.crash_report import CrashReport, parse_crash_report, read_crash_report
 from tfdp.launch.guard import group_exists, signal_group
-from tfdp.launch.output import CRASH_MARK, PROGRESS_MARK, LineRelay, Tail, Target
+from tfdp.launch.output import CRASH_MARK, PROGRESS_MARK, LineReceiver, LineRelay, Tail
 from tfdp.launch.signals import signal_name
 
 READ_BYTES = 1 << 16
@@ -233,10 +233,10 @@ class Worker:
     def relay(
         self,
         selector: selectors.BaseSelector,
-        stdout: Target,
-        stderr: Target,
+        stdout: LineReceiver,
+        stderr: LineReceiver,
         prefix: bytes,
-        log: Target | None = None,
+        log: LineReceiver | None = None,
     ) -> None:
         """Registers both streams with `selector`; see `read` and `LineRelay`."""
         marks = {

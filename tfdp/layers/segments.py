@@ -123,7 +123,7 @@ class _Segment(keras.layers.Layer):
 class _Run:
     """A run of consecutive layer calls; inputs and outputs are symbolic tensors."""
 
-    nodes: tuple[graphs.Node, ...]
+    nodes: tuple[graphs.OperationCall, ...]
     takes: tuple[Any, ...]
     gives: tuple[Any, ...]
 
@@ -139,7 +139,7 @@ class _Run:
         return [values[id(symbol)] for symbol in self.gives]
 
 
-def _segments(nodes: Sequence[graphs.Node], functional: Any) -> list[_Run]:
+def _segments(nodes: Sequence[graphs.OperationCall], functional: Any) -> list[_Run]:
     last_use = {id(t): place for place, node in enumerate(nodes) for t in node.takes}
     last_use |= {id(t): len(nodes) for t in functional.outputs}
     costs: list[float] = []

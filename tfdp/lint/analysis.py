@@ -16,7 +16,7 @@ from tfdp._private.names import whole_of
 from tfdp._private.step_ops import MAY_CALL, graphs_called, names_called, only_called
 from tfdp.lint.op_kinds import is_call, is_conditional, is_loop
 from tfdp.lint.registry import (
-    Gradient,
+    GradientOf,
     ShareOf,
     Statement,
     is_of_graph,
@@ -199,7 +199,7 @@ class Analysis:
                 values[place] = values[place].crossed(PAIRED, one.op.name)
         if isinstance(stated, ShareOf):
             return share_of(values)
-        if not isinstance(stated, Gradient):
+        if not isinstance(stated, GradientOf):
             return values[0]
         count, weighted = len(stated.targets), len(stated.weights)
         targets, weights = values[:count], values[count : count + weighted]
@@ -359,7 +359,7 @@ def outermost_in(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def _tensors_of(stated: Statement | None) -> tuple[tf.Tensor, ...]:
-    if isinstance(stated, Gradient):
+    if isinstance(stated, GradientOf):
         return stated.tensors
     if isinstance(stated, ShareOf):
         return stated.made_of

@@ -17,7 +17,7 @@ from tfdp.lint.values import OF_ALL, Value
 from tfdp.seams.replace import note_on
 
 
-class Gradient(NamedTuple):
+class GradientOf(NamedTuple):
     """A gradient of the sum of `targets`, each times its entry of `weights` if there
     are any; by a tensor `source`, or by the weight with this `handle`."""
 
@@ -39,7 +39,7 @@ class ShareOf(NamedTuple):
 
 
 #: A value; a tensor with the same value; or how it was computed.
-Statement: TypeAlias = Value | tf.Tensor | Gradient | ShareOf
+Statement: TypeAlias = Value | tf.Tensor | GradientOf | ShareOf
 
 #: With the graph, by handles' names: what a replica has stored, in order.
 STORED = "_tfdp_stored"

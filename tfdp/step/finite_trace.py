@@ -30,7 +30,7 @@ from tfdp.variables.local_view import LocalView
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
+class NotFinite:
     """Something that is not finite on one replica, by its global rank.
 
     `kind` is "weight", "input", "layer", "loss" or "gradient", or "unknown" when the
@@ -50,7 +50,7 @@ class Finding:
 
 def find_not_finite(
     model: keras.Model, batches: Sequence[Any] | None, first_rank: int
-) -> list[Finding]:
+) -> list[NotFinite]:
     """Finds what is not finite on each replica, in the order of computation: the first
     layer, and all gradients.
 
@@ -65,13 +65,13 @@ def find_not_finite(
         return findings
     if batches is None:
         reason = "its batch was padded to a fixed size (pad_batches)"
-        return [Finding(first_rank, "unknown", reason)]
+        return [NotFinite(first_rank, "unknown", reason)]
     strategy = model.distribute_strategy
     ranks = range(len(strategy.extended.worker_devices))
     looks = [_Look(first_rank + rank) for rank in ranks]
     bad = [one for one in zip(looks, batches, strict=True) if one[1] is not None]
     if not bad:
-        return [Finding(first_rank, "unknown", "no replica has kept its batch")]
+        return [NotFinite(first_rank, "unknown", "no replica has kept its batch")]
     for look, (args, _) in bad:
         for name, part in _named_parts(args):
             look.at("input", name, part, has_rows=True)
@@ -84,11 +84,11 @@ def find_not_finite(
         # Keras' messages start with the location, then the error.
         lines = [line for line in str(error).splitlines() if line.strip()][:2]
         words = f"{type(error).__name__}: {' '.join(lines)}"
-        bad[0][0].findings.append(Finding(bad[0][0].rank, "unknown", words))
+        bad[0][0].findings.append(NotFinite(bad[0][0].rank, "unknown", words))
     return [finding for look, _ in bad for finding in look.findings]
 
 
-def weights_not_finite(model: keras.Model, first_rank: int) -> list[Finding]:
+def weights_not_finite(model: keras.Model, first_rank: int) -> list[NotFinite]:
     """The weights, and the optimizer's state, that are not finite on some replica."""
     looks = []
     for rank in range(len(model.distribute_strategy.extended.worker_devices)):
@@ -119,7 +119,7 @@ class _Look:
 
     def __init__(self, rank: int):
         self.rank = rank
-        self.findings: list[Finding] = []
+        self.findings: list[NotFinite] = []
 
     def at(self, kind: str, name: str, value: Any, *, has_rows: bool = False) -> bool:
         """Examines a tensor; whether it found something."""
@@ -137,7 +137,7 @@ class _Look:
         if has_rows and value.shape.rank:
             row = int(tf.where(~tf.math.is_finite(value))[0, 0])
         size = int(tf.size(value))
-        found = Finding(self.rank, kind, name, nans, infinities, size, row)
+        found = NotFinite(self.rank, kind, name, nans, infinities, size, row)
         self.findings.append(found)
         return True
 

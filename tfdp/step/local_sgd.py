@@ -24,7 +24,7 @@ from keras.optimizers import Optimizer
 
 from tfdp._private.names import own_copy
 from tfdp._private.optimizer_hooks import AVERAGE
-from tfdp.chain.compression import Compression, places_taken
+from tfdp.chain.compression import CompressedExchange, places_taken
 from tfdp.chain.groups import AllGroups, Exact
 from tfdp.chain.reduction import Reduction, Stage, reduce
 from tfdp.exchange.reducer import Reducer
@@ -269,7 +269,7 @@ class Rounds(LocalTraining):
         chain: list[Stage] = []
         if self.compressed is not None:
             places = places_taken(self.compressed, own)
-            chain = [Compression(self.compressed, places)] if places else []
+            chain = [CompressedExchange(self.compressed, places)] if places else []
         sums = reduce(own, chain, Exact(self._reducer))
         means = [total / self._replicas for total in sums]
         return means + (mean_over_groups(state, self._reducer, rank) if state else [])

@@ -24,7 +24,7 @@ from tfdp.chain.reduction import Reduction
 from tfdp.errors import CollectiveError, ConfigurationError
 from tfdp.hosts.connect import job_secret
 from tfdp.hosts.messages import checked_integer, parse_object, read_as
-from tfdp.hosts.pushes import MOST_COUNT, SAVE, Layouts, PushLink, Rows
+from tfdp.hosts.pushes import MOST_COUNT, SAVE, IndexedRows, Layouts, PushLink
 from tfdp.step.find_optimizers import optimizers_of
 from tfdp.step.local_training import LocalTraining
 from tfdp.step.local_values import LocalValues
@@ -149,7 +149,7 @@ class OwnPace(LocalTraining):
         if not np.isfinite(rate):
             raise ConfigurationError(f"The learning rate must be finite, not {rate}.")
         values = iter(arrays)
-        gradients: dict[int, np.ndarray | Rows] = {}
+        gradients: dict[int, np.ndarray | IndexedRows] = {}
         for place, of_rows in zip(places, are_rows, strict=True):
             value = next(values)
             gradients[place] = _in_order(value, next(values)) if of_rows else value
@@ -289,11 +289,11 @@ def _cast(gradient: Any, dtype: tf.DType) -> Any:
     return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
 
 
-def _in_order(values: np.ndarray, indices: np.ndarray) -> Rows:
+def _in_order(values: np.ndarray, indices: np.ndarray) -> IndexedRows:
     """Rows of different indices in ascending order."""
     order = np.argsort(indices, kind="stable")
     flat = values.reshape(len(values), -1)
-    return Rows(indices[order].astype(np.int64), flat[order])
+    return IndexedRows(indices[order].astype(np.int64), flat[order])
 
 
 def _parsed(own: dict[str, Any], blob: bytes | memoryview) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def is_without_fit_message() -> bool:
     return bool(_unsaid)
 
 
-class FirstFit:
+class FirstFitNotice:
     """Prints a strategy to standard error when a `fit` begins, equal ones only once."""
 
     _said: set[str] = set()

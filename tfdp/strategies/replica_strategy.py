@@ -45,7 +45,7 @@ from tfdp.step.predictions import joined_outputs, parts_of_one_shape, why_not_jo
 from tfdp.step.reports import reduce_logs
 from tfdp.strategies import scope
 from tfdp.strategies.idle_replicas import warn_of_idle_replicas
-from tfdp.strategies.in_words import FirstFit, describe_strategy
+from tfdp.strategies.in_words import FirstFitNotice, describe_strategy
 from tfdp.strategies.scope import adopt_state
 from tfdp.strategies.unused import note_used
 from tfdp.tracing import keras_steps
@@ -106,8 +106,8 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         return () if self.idle_options is None else self.idle_options.lines
 
     @functools.cached_property
-    def _first_fit(self) -> FirstFit:
-        return FirstFit()
+    def _first_fit(self) -> FirstFitNotice:
+        return FirstFitNotice()
 
     @property
     def is_chief(self) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.lint.registry import Gradient, is_of_graph, register
+from tfdp.lint.registry import GradientOf, is_of_graph, register
 from tfdp.lint.values import FIXED, REPLICATED, Term
 from tfdp.seams.replace import replace_for_good
 from tfdp.tracing.step import current_step
@@ -114,7 +114,7 @@ def _with_targets(gradient: Callable[..., Any]) -> Callable[..., Any]:
                     of = source if is_of_graph(source) else None
                     handle = getattr(source, "handle", None)
                     part = getattr(one, "values", one)
-                    stated = Gradient(targets, of, handle, weights)
+                    stated = GradientOf(targets, of, handle, weights)
                     register(part, stated, again=False)
         return result
 
