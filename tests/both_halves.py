@@ -29,8 +29,9 @@ HALVES = {
 LOWEST_PRIORITY = "19"
 LAST_LINES_SECONDS = 30.0
 SAID_AFTER_SECONDS = 60.0
-#: Of pytest, at the end of a line of dots.
-PERCENT = re.compile(r"\[ *(\d+)%\]")
+#: Of pytest: how many rows there are, and a line of their outcomes, as far as it came.
+COUNT = re.compile(r"workers? \[(\d+) items?\]")
+OUTCOMES = re.compile(r"[.sxXFE]+")
 
 
 def command_of(half: str, at_a_time: int) -> list[str]:
@@ -53,33 +54,48 @@ class Estimate:
     """Says once, after a minute, how long the run will take.
 
     Args:
-      names: of what runs; each is as far as the percentage that it printed last.
+      names: of what runs; each prints how many rows it has, and an outcome of each.
     """
 
     def __init__(self, names):
         self._began = time.monotonic()
-        self._percent = dict.fromkeys(names, 0)
+        self._rows = dict.fromkeys(names, 0)
+        self._ended = dict.fromkeys(names, 0)
         self._is_said = False
 
     def note(self, name: str, line: str) -> None:
-        """Looks at a line that `name` has printed."""
-        if found := PERCENT.search(line):
-            self._percent[name] = int(found[1])
+        """Looks at a line of `name`, once for each character it came by."""
+        found = COUNT.search(line) if line.endswith("\n") else None
+        if found is not None:
+            self._rows[name] = int(found[1])
+        elif OUTCOMES.fullmatch(line):
+            self._ended[name] += 1
         seconds = time.monotonic() - self._began
-        least = min(self._percent.values())
-        if self._is_said or seconds < SAID_AFTER_SECONDS or not least:
+        if (
+            self._is_said
+            or seconds < SAID_AFTER_SECONDS
+            or not all(self._rows.values())
+        ):
+            return
+        parts = {each: self._ended[each] / self._rows[each] for each in self._rows}
+        least = min(parts.values())
+        if not least:
             return
         self._is_said = True
-        minutes = seconds / least * (100 - least) / 60
-        parts = ", ".join(f"{each} {done} %" for each, done in self._percent.items())
-        print(f"{seconds:.0f} s: {parts}; about {minutes:.0f} more minutes", flush=True)
+        minutes = seconds / least * (1 - least) / 60
+        said = ", ".join(f"{each} {part:.0%}" for each, part in parts.items())
+        print(f"{seconds:.0f} s: {said}; about {minutes:.0f} more minutes", flush=True)
 
 
 def pass_on(name: str, process: subprocess.Popen, estimate: Estimate) -> None:
-    """Prints the lines of a process, each after its name."""
-    for line in process.stdout:
-        print(f"{name:<9} | {line}", end="", flush=True)
+    """Prints the lines of a process, each after its name, when they are whole."""
+    line = ""
+    while character := process.stdout.read(1):
+        line += character
         estimate.note(name, line)
+        if character == "\n":
+            print(f"{name:<9} | {line}", end="", flush=True)
+            line = ""
 
 
 def run(commands: dict[str, list[str]]) -> bool:

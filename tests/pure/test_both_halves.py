@@ -27,16 +27,25 @@ def test_lines_are_named_and_one_failure_is_a_failure(capfd, codes, passed):
 
 
 def test_a_run_says_after_a_minute_how_long_it_will_take(monkeypatch, capsys):
-    now = iter([0.0, 30.0, 59.0, 75.0, 90.0])
-    monkeypatch.setattr(both_halves.time, "monotonic", lambda: next(now))
+    now = 0.0
+    monkeypatch.setattr(both_halves.time, "monotonic", lambda: now)
     estimate = both_halves.Estimate(["one", "two"])
-    estimate.note("one", "....... [ 20%]")
-    estimate.note("two", "....... [ 10%]")
+
+    def print_dots(name, dots):
+        for end in range(1, len(dots) + 1):
+            estimate.note(name, dots[:end])
+
+    estimate.note("one", "2 workers [20 items]\n")
+    now = 61.0
+    print_dots("one", ".s.F")
+    assert not capsys.readouterr().out  # nothing is known of the other
+    estimate.note("two", "1 worker [8 items]\n")
+    estimate.note("two", "gw0 [8]")
     assert not capsys.readouterr().out
-    estimate.note("two", "....... [ 25%]")
-    assert capsys.readouterr().out == "75 s: one 20 %, two 25 %; about 5 more minutes\n"
-    estimate.note("two", "....... [ 40%]")
-    assert not capsys.readouterr().out
+    now = 75.0
+    print_dots("two", ".x")
+    said = "75 s: one 20%, two 12%; about 9 more minutes\n"
+    assert capsys.readouterr().out == said
 
 
 def test_every_folder_of_tests_is_in_one_half():
