@@ -1,4 +1,4 @@
-"""The recipes of docs/cookbook.md, run as a person runs them, in an empty folder.
+"""The recipes of docs/examples.md, run as a person runs them, in an empty folder.
 
 Each copy of a recipe ends with a line that writes its weights, for every worker.
 """

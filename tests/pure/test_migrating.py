@@ -15,10 +15,7 @@ PAGES = sorted(REPOSITORY.joinpath("docs", "migrating").glob("*.md"))
 BLOCK = re.compile(r"^```(py|python)\n(.*?)^```$", re.M | re.S)
 # What the script before must use.
 USES = {
-    "accelerate": "accelerate",
     "horovod": "horovod",
-    "keras-distribution": "keras.distribution",
-    "lightning": "lightning",
     "pytorch": "torch.distributed",
     "tensorflow": "tf.distribute",
 }

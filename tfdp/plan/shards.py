@@ -93,7 +93,7 @@ class Sharding:
             raise ConfigurationError(
                 "offload='optimizer' keeps each replica's shard of the optimizer's "
                 "state in host memory, and with shard='none' there are no shards. Add "
-                "shard='optimizer', also on one device; see docs/remat-and-offload.md."
+                "shard='optimizer', also on one device; see docs/sharding.md#offload."
             )
 
     @property

@@ -51,7 +51,7 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
         (3: and weights). Or a `tfdp.Sharding`.
       shard_min_bytes: variables below this size are not sharded.
       offload: "optimizer": the sharded optimizer state stays in host memory, where the
-        CPU updates it; see docs/remat-and-offload.md. "none": on the devices.
+        CPU updates it; see docs/sharding.md#offload. "none": on the devices.
       draws_per_replica: True: dropout, noise and augmentation layers draw differently
         on every replica, reproducibly from their seed. False: identical draws.
       pad_batches: True: short batches are padded with rows that have no effect, so that
