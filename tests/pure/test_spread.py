@@ -1,0 +1,121 @@
+"""How many files ask a question that the core should decide once.
+
+A question is decided in its own files; each other file that asks it is one more that a
+change of the answer, or a new feature, has to touch. The numbers may only fall.
+"""
+
+import dataclasses
+import functools
+import re
+import tokenize
+
+import pytest
+
+from tests.support.package_source import PACKAGE
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """A question, in the names by which code asks it.
+
+    Args:
+      names: a pattern; it is searched in code without texts, comments and imports.
+      decided_in: the files, or the beginnings of their paths, that own the answer, or
+        in which the word has another meaning.
+      most_files: how many others ask it.
+    """
+
+    names: str
+    decided_in: tuple[str, ...]
+    most_files: int
+
+
+QUESTIONS = {
+    "Is this step eager?": Question(
+        r"eager",
+        ("chain/eager", "tracing/trace_order"),
+        48,
+    ),
+    "Is it one compiled program of all replicas?": Question(
+        r"(?<![a-z])(tpu|TPU)|is_compiled|compiles_steps|in_compiled_function|is_jitted"
+        r"|jit_compile",
+        (
+            *("cluster/tpu", "exchange/tpu", "sharding/tpu", "strategies/tpu"),
+            *("variables/tpu", "_private/tpu"),
+        ),
+        24,
+    ),
+    "Is it in shards?": Question(
+        r"[sS]hard",
+        (
+            *("chain/shards", "cluster/", "data/", "launch/", "plan/shards"),
+            *("sharding/", "_private/grain"),
+        ),
+        40,
+    ),
+    "Is this gradient rows of a table?": Question(
+        r"IndexedSlices|sum_rows|repeated_rows|all_reduce_rows",
+        ("chain/table_rows", "exchange/sparse", "hosts/row_sums"),
+        34,
+    ),
+    "Is this local training?": Question(
+        r"\.is_local\b|groups_across|group_of\(|share_in_group|total_in_group"
+        r"|LocalView|\.sync\b|train_in\(|train_apart|local_view",
+        (
+            *("chain/groups", "exchange/late", "lint/", "optimizers/apart"),
+            *("step/async_means", "step/backup_rounds", "step/elastic_rounds"),
+            *("step/late_sums", "step/local_", "step/own_pace", "step/owned"),
+            *("step/quorum_rounds", "sync/", "variables/local_view"),
+        ),
+        26,
+    ),
+    "Are these rows real?": Question(
+        r"dummy|padded|padding|own_part|synthetic",
+        ("chain/missing", "data/padding", "step/rows", "tracing/rows"),
+        23,
+    ),
+}
+
+
+@functools.cache
+def code_of(path):
+    """The names, numbers and signs of a file, line by line, without its imports."""
+    lines = {}
+    with tokenize.open(path) as file:
+        for token in tokenize.generate_tokens(file.readline):
+            if token.type in (tokenize.NAME, tokenize.NUMBER, tokenize.OP):
+                lines.setdefault(token.start[0], []).append(token)
+    texts = []
+    for tokens in lines.values():
+        if tokens[0].string not in ("from", "import"):
+            texts.append("".join(spaced(tokens)))
+    return "\n".join(texts)
+
+
+def spaced(tokens):
+    """The tokens of a line, with a blank where two names would become one."""
+    before = None
+    for token in tokens:
+        if before is not None and before.type == token.type == tokenize.NAME:
+            yield " "
+        yield token.string
+        before = token
+
+
+def files_that_ask(question):
+    asking = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = path.relative_to(PACKAGE).as_posix()
+        if name.startswith(("tools/", *question.decided_in)):
+            continue
+        if re.search(question.names, code_of(path)):
+            asking.append(name)
+    return asking
+
+
+@pytest.mark.parametrize("sentence", QUESTIONS)
+def test_a_question_is_asked_in_no_more_files(sentence):
+    question = QUESTIONS[sentence]
+    asking = files_that_ask(question)
+    assert len(asking) <= question.most_files, asking
+    assert len(asking) == question.most_files, f"lower most_files to {len(asking)}"
