@@ -6,7 +6,7 @@ python -m tests.all_rows --part 2/4      the second quarter, for four machines
 python -m tests.all_rows --record        also writes tests/durations.json anew
 
 Each file's result is kept under `out/test-all/COMMIT-TIER/`: a second run does what is
-not there yet. The last line is made for a note in docs/notes.
+not there yet. The last line is made for docs/notes/versions.md.
 """
 
 import argparse

@@ -23,7 +23,7 @@ NAME = re.compile(r"(?<![\w./-])tfdp(?:\.[A-Za-z_]\w*)+(?![\w/]|\.(?:py|md|html|
 #: `tfdp.a(b=c)` with nothing in parentheses within, and the options that it is given.
 CALL = re.compile(r"(?<![\w./-])(tfdp(?:\.[A-Za-z_]\w*)+)\(([^()]*)\)")
 OPTION = re.compile(r"(?:^|[,\s])([a-z_]\w*)=(?!=)")
-# Notes name what there was on their date.
+# Notes name what there was when they measured.
 PAGES = [page for page in pages() if page.parent != NOTES]
 
 

@@ -23,14 +23,15 @@ from tfdp.tools.runs.run_file import name_of_file
 from tfdp.tools.selftest import command as selftest
 
 PAGE = REPOSITORY.joinpath("docs", "operations.md").read_text("utf-8")
+HOSTS = REPOSITORY.joinpath("docs", "hosts.md").read_text("utf-8")
 DEPLOY = REPOSITORY / "deploy"
 DOCKERFILE = DEPLOY.joinpath("Dockerfile").read_text("utf-8")
 SETUP = configparser.ConfigParser()
 SETUP.read(REPOSITORY / "setup.cfg")
 
 
-def section(title):
-    return PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+def section(title, page=PAGE):
+    return page.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
 
 
 def first_cells(title):
@@ -75,7 +76,7 @@ def test_the_exit_codes_are_those_of_the_code():
         assert command.FAILED == 2
     assert (check.HOLDS, check.FAILS, plan.FITS, plan.DOES_NOT_FIT) == (0, 1, 0, 1)
     assert (selftest.ALL_RIGHT, selftest.SOME_WRONG) == (0, 1)
-    assert f"{GRACE_SECONDS:g} s" in section("Kubernetes")
+    assert f"{GRACE_SECONDS:g} s" in section("Kubernetes", HOSTS)
 
 
 def test_the_logs_have_the_names_of_the_code(tmp_path):

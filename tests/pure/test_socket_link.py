@@ -163,7 +163,7 @@ def test_a_late_worker_is_named():
     error, _ = on_workers(2, work)
     assert isinstance(error, WorkerLostError)
     assert "worker 1 has come to the end of its script" in str(error)
-    assert "docs/what-every-worker-must-call.md" in str(error)
+    assert "docs/how-hosts-work.md#what-every-worker-must-call" in str(error)
     assert "first error" not in str(error)
 
 

@@ -128,7 +128,7 @@ def public_names() -> list[str]:
     return sorted({*names, *(name for room in ROOMS for name in listed(room))})
 
 
-#: Dated notes for the developers, which are not on the site.
+#: Notes for the developers, which are not on the site.
 NOTES = REPOSITORY / "docs" / "notes"
 
 

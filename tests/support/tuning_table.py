@@ -1,4 +1,4 @@
-"""The regrets of docs/notes/tuned-settings.md: three models, two links, all buckets.
+"""The regrets of tuned settings: three models, two links, all buckets.
 
     python -m tests.support.tuning_table --folder out/tuning  # some 40 minutes
     python -m tests.support.tuning_table --folder out/tuning --show

@@ -31,7 +31,7 @@ StepsInWords = Callable[[], str]
 DIFFERENT = "the workers have different numbers of steps"
 SAME_ORDER = (
     "every worker must call fit, evaluate and predict in the same order "
-    "(docs/what-every-worker-must-call.md)"
+    "(docs/how-hosts-work.md#what-every-worker-must-call)"
 )
 
 

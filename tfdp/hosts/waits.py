@@ -21,7 +21,7 @@ from tfdp.hosts.worker_names import name_workers
 NOTICE_SECONDS = 5.0
 SAME_CALLS = (
     "every worker must make the same calls, also where only one of them needs the "
-    "result (docs/what-every-worker-must-call.md)"
+    "result (docs/how-hosts-work.md#what-every-worker-must-call)"
 )
 FIRST_ERROR = "look at that worker's output for the first error"
 

@@ -88,7 +88,7 @@ class Communication:
         Short for `compression=tfdp.compression.Cast(...)`.
       compression: one of `tfdp.compression`, which sends gradients in fewer bytes; None
         for none. Integers, float64, slices of embeddings, biases, scales, and other
-        values are sent uncompressed. docs/compression.md compares the methods.
+        values are sent uncompressed. docs/communication.md compares the methods.
       compression_across: `"hosts"`: replicas of a host add exactly, as always, and
         traffic between hosts is compressed. `"replicas"`: traffic between replicas of
         this process is, to see on one machine how a method affects training.
@@ -100,13 +100,13 @@ class Communication:
         same matrix behind a one-hot encoding, as with `shard=`, on any number of
         replicas, one included. docs/exceptions.md has the differences.
       min_hosts: the number of hosts with which a training with `sync=` continues when
-        others die; they may return (docs/elastic.md). From 1 to the number of hosts;
+        others die; they may return (docs/local-sgd.md). From 1 to the number of hosts;
         more than half rules out that both parts of a partitioned network continue.
         None: the loss of a host ends the training.
       checksum: True adds a CRC32C to each block sent over sockets, which ends the
         training before a corrupted block is added; `engine="auto"` is then `"sockets"`.
         Shared memory has none; exchanges of hosts that may die (`min_hosts`) always
-        have one. False: only TCP's checksum, of 16 bits. docs/links-between-hosts.md
+        have one. False: only TCP's checksum, of 16 bits. docs/how-hosts-work.md
         has the cost.
       compare_hosts: compare what must be the same on all hosts: when an epoch of `fit`
         starts, checksums of weights, optimizer state and learning rate; when a loop of

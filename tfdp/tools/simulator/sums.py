@@ -1,6 +1,6 @@
 """Cost of an all-reduce of n bytes on hosts and devices, by algorithm.
 
-docs/step-time.md ("How a step is computed") has the formulas.
+docs/notes/predicted-steps.md ("The seconds of a sum") has the formulas.
 
 In process nothing is packed: each tensor is summed separately, with ops on each
 replica. There the link's rate is that of memory: all replicas' data is read and the sum
