@@ -168,9 +168,3 @@ def make_images(
         images = random.standard_normal((count, *model.input_shape), dtype=np.float32)
     labels = random.integers(model.classes, size=count, dtype=np.int32)
     return images, labels
-
-
-def own_rows(array: np.ndarray, rank: int, workers: int) -> np.ndarray:
-    """One worker's rows of every global batch of `workers` local ones."""
-    shape = (BATCHES_IN_MEMORY, workers, LOCAL_BATCH, *array.shape[1:])
-    return array.reshape(shape)[:, rank].reshape(-1, *array.shape[1:])
