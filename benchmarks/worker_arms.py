@@ -1,4 +1,4 @@
-"""The arms of `workers.py` that `tfdp bench` does not have, and the process of one.
+"""The arms of `workers.py` that `bench` does not have, and the process of one.
 
 Fewer bytes between hosts, exchanges without overlap, a process for each replica, and
 PyTorch: gloo's sums and DistributedDataParallel's steps, on the same layers, optimizer,

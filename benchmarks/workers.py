@@ -1,7 +1,7 @@
 """Compares ways to train in several processes, also over a link of limited rate.
 
-Sums and training steps, as `tfdp bench --workers` measures them, with arms that it does
-not have: see `worker_arms.py`. With a link the processes live on two hosts on this
+Sums and training steps, as `bench --workers` measures them, with arms that it does not
+have: see `worker_arms.py`. With a link the processes live on two hosts on this
 machine: network namespaces joined by a pair of virtual cards, which needs root and
 iproute2.
 """
