@@ -26,13 +26,13 @@ from tfdp.tools.measuring.machine import (
     BETWEEN,
     LOOPBACK,
     QUICK_CALLS,
-    STEPS_OF_MODELS,
     SUMS_OF_A_FIGURE,
     WITHIN,
     link_of,
     measure_link,
     sums_for_link,
 )
+from tfdp.tools.measuring.models import MODELS as TIMED_MODELS
 from tfdp.tools.measuring.one_core import measure_rows
 from tfdp.tools.measuring.places import Figures, Place, Work, measure_place
 from tfdp.tools.measuring.two_hosts import two_hosts
@@ -178,7 +178,7 @@ class _Runner:
             )
 
     def _step_row(self, machine: MeasuredMachine, place: Place, model: str) -> Row:
-        calls = QUICK_CALLS if self._quick else STEPS_OF_MODELS[model]
+        calls = QUICK_CALLS if self._quick else TIMED_MODELS[model].calls
         wanted = [Work("steps without sums", model, calls), Work("steps", model, calls)]
         alone, with_sums = self._measure(machine, place, wanted)
         said: dict[str, Any] = alone.profile or {}

@@ -11,6 +11,7 @@ import pytest
 from benchmarks.bench.__main__ import add_arguments, run
 from benchmarks.bench.cases import CASES, select_cases
 from benchmarks.bench.gradient_sets import GRADIENT_SETS, count_parameters
+from benchmarks.bench.models import MODELS
 from benchmarks.bench.one_process.arms import ARMS
 from benchmarks.bench.one_process.runner import Failure, Report
 from benchmarks.bench.processes.arms import GROUP_ARMS
@@ -28,7 +29,6 @@ from tfdp.errors import ConfigurationError, DeviceError
 from tfdp.files.checked_json import write_json
 from tfdp.tools.measuring import two_hosts as two_hosts_module
 from tfdp.tools.measuring.in_turn import time_in_turn
-from tfdp.tools.measuring.models import MODELS
 
 
 class Clock:

@@ -12,7 +12,6 @@ from tfdp.tools.measuring import machine as measuring
 from tfdp.tools.measuring import places
 from tfdp.tools.measuring.gradient_sets import GRADIENT_SETS
 from tfdp.tools.measuring.machine import BETWEEN_SETS, WITHIN_SETS, SumTimes, fit_link
-from tfdp.tools.measuring.models import MODELS
 from tfdp.tools.measuring.places import Figures, Place, Work
 from tfdp.tools.simulator.measured import MeasuredModel, read_machine
 from tfdp.tools.simulator.model import Compute, Gradient, ModelProfile
@@ -188,10 +187,6 @@ def test_the_figures_of_processes_are_joined():
     second = {**first, "seconds": [2.0, 3.0], "profile": {"other": 1}}
     found = places._join([first, second])
     assert found == Figures([2.0, 4.0], [1.0, 0.5], {})
-
-
-def test_every_model_that_can_be_measured_is_known():
-    assert set(measuring.STEPS_OF_MODELS) <= set(MODELS)
 
 
 def test_examples_hold():

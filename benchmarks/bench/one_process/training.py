@@ -7,12 +7,13 @@ from typing import Any
 
 import tensorflow as tf
 
+from benchmarks.bench.models import MODELS
 from benchmarks.bench.one_process.arms import ARMS, OPEN_BATCH_ARMS
 from benchmarks.bench.request import Request
 from benchmarks.bench.results import ArmResult, CaseResult
 from tfdp.errors import CollectiveError
 from tfdp.tools.measuring.in_turn import time_in_turn
-from tfdp.tools.measuring.models import LOCAL_BATCH, MODELS
+from tfdp.tools.measuring.models import LOCAL_BATCH
 from tfdp.tools.measuring.steps import TimedStep, make_step
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from benchmarks.bench.gradient_sets import GRADIENT_SETS, describe_set
+from benchmarks.bench.models import MODELS
 from benchmarks.bench.one_process.sum_check import check_sum
 from benchmarks.bench.one_process.training import describe_training, warm_up
 from benchmarks.bench.processes.arms import (
@@ -24,7 +25,6 @@ from benchmarks.bench.processes.arms import (
 from benchmarks.bench.request import Request
 from tfdp.tools.measuring.models import (
     LOCAL_BATCH,
-    MODELS,
     BenchmarkModel,
     make_images,
 )

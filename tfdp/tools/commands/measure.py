@@ -24,9 +24,9 @@ from tfdp.tools.commands.tune_trial import timed_steps
 from tfdp.tools.measuring.machine import (
     LOOPBACK,
     PLACES,
-    STEPS_OF_MODELS,
     measure_machine,
 )
+from tfdp.tools.measuring.models import MODELS
 from tfdp.tools.measuring.two_hosts import check_rate
 from tfdp.tools.processes.children import answer
 from tfdp.tools.processes.devices import find_devices
@@ -46,10 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--models",
         nargs="+",
-        choices=STEPS_OF_MODELS,
+        choices=MODELS,
         metavar="MODEL",
         help=f"models to time (default: {', '.join(DEFAULT_MODELS)}); known: "
-        f"{', '.join(STEPS_OF_MODELS)}",
+        f"{', '.join(MODELS)}",
     )
     add(
         "--target",

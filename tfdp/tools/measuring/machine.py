@@ -15,6 +15,7 @@ from tfdp.cluster.machine import describe_machine, usable_cores
 from tfdp.plan.buckets import TensorInfo, plan_buckets
 from tfdp.plan.communication import Communication
 from tfdp.tools.measuring.gradient_sets import FLOAT32_BYTES, GRADIENT_SETS
+from tfdp.tools.measuring.models import MODELS
 from tfdp.tools.measuring.one_core import measure_coding, measure_rows
 from tfdp.tools.measuring.places import Figures, Place, Work, measure_place
 from tfdp.tools.measuring.two_hosts import two_hosts
@@ -25,19 +26,6 @@ from tfdp.tools.simulator.sums import moved_in_process
 
 LOOPBACK = "loopback"
 PLACES = tuple(Place(*each) for each in ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2)))
-#: Model -> steps of one figure.
-STEPS_OF_MODELS = {
-    "mlp-20m": 4,
-    "cnn-1m": 8,
-    "resnet20": 4,
-    "words-13m": 8,
-    "transformer-1m": 4,
-    "mlp-tiny": 4,
-    "cnn-tiny": 8,
-    "resnet-tiny": 8,
-    "words-tiny": 8,
-    "transformer-tiny": 4,
-}
 SUMS_OF_A_FIGURE = QUICK_CALLS = 2
 WITHIN, BETWEEN = Place(1, 2), Place(2, 1)
 # Of 102 MB with eight methods; repeats differ by a few per cent.
@@ -57,7 +45,7 @@ def measure_machine(
 ) -> MeasuredMachine:
     """Measures what the simulator needs about this machine.
 
-    `models` (keys of STEPS_OF_MODELS) are measured in every place, 1 x 1 first;
+    `models` (keys of MODELS) are measured in every place, 1 x 1 first;
     `others` were measured before. `link` between two processes is LOOPBACK, or a rate
     as `tc` takes it, as root. `quick`: a smoke test. `say` receives progress messages.
 
@@ -84,7 +72,7 @@ def measure_machine(
         seconds, profile, samples = {}, None, 1
         for place in places:
             say(f"{name} in {place} without sums")
-            calls = QUICK_CALLS if quick else STEPS_OF_MODELS[name]
+            calls = QUICK_CALLS if quick else MODELS[name].calls
             work = Work("steps without sums", name, calls)
             (figures,) = measure_place(place, [work], repeats, timeout_seconds)
             seconds[place.processes, place.replicas] = statistics.median(
