@@ -55,7 +55,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 bench: $(STAMP)
-	$(BIN)/tfdp bench --devices 2 4
+	$(BIN)/python -m benchmarks.bench --devices 2 4
 
 # README.md and docs/ as they lie in the repository, so that links are the same.
 site: $(SITE_VENV)/.installed

@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.shared import Load, least_to_most, make_parser, run_script, write_report
 from tfdp.cluster.addresses import LOOPBACK, free_port
 from tfdp.cluster.description import join_address
-from tfdp.tools.bench.worker_process import run_worker
+from tfdp.tools.processes.children import ask_child
 
 ARMS = (None, "speed")
 GROUPS, QUICK_GROUPS = (4, 2), (2,)
@@ -114,7 +114,7 @@ def _measure(
     coordinator = join_address(LOOPBACK, free_port())
     job = {"TFDP_WORKERS": str(workers), "TFDP_COORDINATOR": coordinator}
     start = functools.partial(
-        run_worker, "benchmarks.balance", request, options.timeout_seconds
+        ask_child, "benchmarks.balance", request, options.timeout_seconds
     )
     with concurrent.futures.ThreadPoolExecutor(workers) as threads:
         jobs = [

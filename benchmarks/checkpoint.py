@@ -33,7 +33,7 @@ from tfdp.callbacks import Checkpoint as CheckpointCallback
 from tfdp.checkpoint import Checkpoint
 from tfdp.files.atomic import sync_file
 from tfdp.strategies.data_parallel import DataParallelStrategy
-from tfdp.tools.bench.subjects import LOCAL_BATCH, MODELS, SEED, make_images
+from tfdp.tools.measuring.models import LOCAL_BATCH, MODELS, SEED, make_images
 
 WIDTH, LAYERS = 5_000, 4
 QUICK_WIDTH = 250

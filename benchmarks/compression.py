@@ -15,7 +15,7 @@ import statistics
 from benchmarks.shared import least_to_most, make_parser, run_script, write_report
 from tfdp.compression import FP8, Cast, Int4, Int8, PowerSGD, RandomK, SignSGD, TopK
 from tfdp.compression.method import Method
-from tfdp.tools.bench.gradient_sets import GRADIENT_SETS
+from tfdp.tools.measuring.gradient_sets import GRADIENT_SETS
 from tfdp.tools.measuring.one_core import take_one_thread, time_coding
 
 METHODS: dict[str, Method] = {

@@ -11,14 +11,15 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from benchmarks.bench.cases import STOCK_DEFAULT
+from benchmarks.bench.one_process.arms import ARMS
+from benchmarks.bench.results import ArmResult, CaseResult
+from benchmarks.bench.tables import format_result
 from benchmarks.shared import add_devices, make_parser, run_script, write_report
-from tfdp.tools.bench.cases import STOCK_DEFAULT
-from tfdp.tools.bench.command import format_result
-from tfdp.tools.bench.one_process.arms import ARMS
-from tfdp.tools.bench.one_process.interleave import time_in_turn
-from tfdp.tools.bench.results import ArmResult, CaseResult
-from tfdp.tools.bench.subjects import LOCAL_BATCH, MODELS, make_images
-from tfdp.tools.bench.worker_process import run_worker, set_up_devices
+from tfdp.tools.measuring.in_turn import time_in_turn
+from tfdp.tools.measuring.models import LOCAL_BATCH, MODELS, make_images
+from tfdp.tools.processes.children import ask_child
+from tfdp.tools.processes.devices import set_up_devices
 
 ARM_NAMES = ("one-device", STOCK_DEFAULT, "tfdp")
 SUBJECT = "mlp-tiny"
@@ -34,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
             "repeats": options.repeats,
             "epochs": QUICK_EPOCHS if options.quick else EPOCHS,
         }
-        found = run_worker("benchmarks.epochs", asked, options.timeout_seconds)
+        found = ask_child("benchmarks.epochs", asked, options.timeout_seconds)
         results.append(found)
         print(format_result(CaseResult.from_json(found)), end="\n\n", flush=True)
     write_report(options.json, "epochs", results=results)
@@ -76,7 +77,7 @@ def _fits(strategy: Any, epochs: int) -> tuple[Any, int]:
     """A call of `fit`, warmed up, and the images that it trains on."""
     import numpy as np
 
-    from tfdp.tools.bench.one_process.training import build_network
+    from tfdp.tools.measuring.steps import build_network
 
     global_batch = LOCAL_BATCH * strategy.num_replicas_in_sync
     network = build_network(strategy, MODELS[SUBJECT])

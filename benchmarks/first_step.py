@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.shared import (
     Load,
     add_devices,
+    in_a_line,
     make_parser,
     needs_proc,
     run_script,
     write_report,
 )
 from tfdp.cluster.machine import forget_peak, resident_and_peak_bytes
-from tfdp.tools.bench.python_process import ProcessFailed
-from tfdp.tools.bench.worker_process import run_worker
+from tfdp.tools.processes.children import ProcessFailed, ask_child
 
 if TYPE_CHECKING:
     import keras
@@ -289,7 +289,7 @@ def run(options: argparse.Namespace) -> int:
                 found[request].append(_measure(request, options.timeout_seconds))
             except ProcessFailed as error:
                 failed = 1
-                why = error.in_a_line
+                why = in_a_line(error)
                 print(f"{request.model}, {request.devices}: {why}", file=sys.stderr)
             load.note()
     print(
@@ -341,7 +341,7 @@ def _measure(request: FirstStepRequest, timeout_seconds: float) -> FirstStepFigu
     found: dict[str, Any] = {}
     for stops in (False, True):
         asked = dataclasses.asdict(dataclasses.replace(request, stops=stops))
-        found |= run_worker(
+        found |= ask_child(
             "benchmarks.first_step", asked, timeout_seconds, **ENVIRONMENT
         )
     return FirstStepFigures(**found)

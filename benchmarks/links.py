@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.bench.results import spread
 from benchmarks.shared import Load, make_parser, run_script, write_report
 from tfdp.cluster.addresses import LOOPBACK, free_port
 from tfdp.cluster.description import join_address
@@ -29,7 +30,6 @@ from tfdp.cluster.machine import describe_machine
 from tfdp.files.asked_for import write_text_for
 from tfdp.hosts.socket_link import SocketLink
 from tfdp.plan.sum_ways import rounds
-from tfdp.tools.bench.results import spread
 from tfdp.tools.report.learning_curve import draw_page
 
 # A ring for every sum; what the rule chooses.

@@ -15,6 +15,7 @@ from typing import Any
 
 from benchmarks.shared import (
     add_devices,
+    in_a_line,
     make_parser,
     needs_proc,
     run_script,
@@ -22,8 +23,7 @@ from benchmarks.shared import (
 )
 from tfdp.cluster.machine import forget_peak, peak_bytes, resident_bytes
 from tfdp.plan.shards import SHARD_STAGES
-from tfdp.tools.bench.python_process import ProcessFailed
-from tfdp.tools.bench.worker_process import run_worker
+from tfdp.tools.processes.children import ProcessFailed, ask_child
 
 # 12 layers of 2,896 x 2,896: 100.6 million weights.
 LAYERS, WIDTH = 12, 2896
@@ -211,7 +211,7 @@ def run(options: argparse.Namespace) -> int:
                 found = _measure(request, options.timeout_seconds)
             except ProcessFailed as error:
                 failed = 1
-                why = error.in_a_line
+                why = in_a_line(error)
                 print(f"{number:>2} {name:>11} failed: {why}", file=sys.stderr)
                 continue
             found = dataclasses.replace(
@@ -257,7 +257,7 @@ def _graph_bytes(request: MemoryRequest, timeout_seconds: float) -> float:
 
 def _measure(request: MemoryRequest, timeout_seconds: float) -> MemoryFigures:
     worker, asked = "benchmarks.memory", dataclasses.asdict(request)
-    return MemoryFigures(**run_worker(worker, asked, timeout_seconds, **ENVIRONMENT))
+    return MemoryFigures(**ask_child(worker, asked, timeout_seconds, **ENVIRONMENT))
 
 
 def find(asked: dict[str, Any]) -> dict[str, Any]:

@@ -18,14 +18,14 @@ from typing import Any
 from benchmarks.shared import (
     Load,
     add_devices,
+    in_a_line,
     least_to_most,
     make_parser,
     run_script,
     write_report,
 )
 from tfdp.plan.shards import SHARD_STAGES
-from tfdp.tools.bench.python_process import ProcessFailed
-from tfdp.tools.bench.worker_process import run_worker
+from tfdp.tools.processes.children import ProcessFailed, ask_child
 
 LAYERS, WIDTH = 12, 256
 QUICK_LAYERS, QUICK_WIDTH = 1, 32
@@ -139,10 +139,10 @@ def run(options: argparse.Namespace) -> int:
             request = MuonRequest(number, stage, layers, width, options.repeats)
             asked, limit = dataclasses.asdict(request), options.timeout_seconds
             try:
-                found = MuonFigures(**run_worker("benchmarks.muon", asked, limit))
+                found = MuonFigures(**ask_child("benchmarks.muon", asked, limit))
             except ProcessFailed as error:
                 failed = 1
-                print(f"{number:>2} stage {stage}: {error.in_a_line}", file=sys.stderr)
+                print(f"{number:>2} stage {stage}: {in_a_line(error)}", file=sys.stderr)
                 continue
             load.note()
             rows.append({**asked, **dataclasses.asdict(found)})

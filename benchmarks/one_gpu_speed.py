@@ -70,7 +70,7 @@ class Timed:
         """
         import tensorflow as tf
 
-        from tfdp.tools.bench.one_process.interleave import time_in_turn
+        from tfdp.tools.measuring.in_turn import time_in_turn
 
         if not self.arms:
             return
@@ -137,7 +137,7 @@ def _fit_of(
 
 def _sum_of(arm: Callable[[Any], Any], names: list[str], gradients: Any) -> Any:
     """One call adds the gradients of all replicas."""
-    from tfdp.tools.bench.one_process.reduction import make_reduction
+    from tfdp.tools.measuring.sums import make_reduction
 
     return make_reduction(arm(names), gradients, read=True)
 
@@ -233,8 +233,8 @@ def overhead_small(folder: pathlib.Path) -> None:
 def halves_sums(folder: pathlib.Path) -> None:
     """Two logical GPUs: sums of ResNet-50's gradients beside the stock ways."""
     names, real = devices(2, HALF_MB)
-    from tfdp.tools.bench.one_process.arms import ARMS
-    from tfdp.tools.bench.one_process.reduction import make_gradients
+    from benchmarks.bench.one_process.arms import ARMS
+    from tfdp.tools.measuring.sums import make_gradients
 
     shapes = subjects.resnet50_shapes() if real else [(64, 64), (64,)] * 8
     gradients = [make_gradients(shapes, rank, d) for rank, d in enumerate(names)]
@@ -253,7 +253,7 @@ def halves_steps(folder: pathlib.Path) -> None:
     names, real = devices(2, HALF_MB)
     import keras
 
-    from tfdp.tools.bench.one_process.arms import ARMS
+    from benchmarks.bench.one_process.arms import ARMS
 
     keras.config.set_dtype_policy("mixed_bfloat16")
     batch = 128 if real else 8

@@ -2,9 +2,9 @@
 
 A prediction knows the model's step without sums, from arms that take turns with those
 that are predicted, and the links' figures, from sums of other sizes: of a step from
-those before, of a sum alone on one machine from those that take turns with it, since
-the cores and the memory of a machine are not the same all day. It knows nothing of
-the step, or the sum, that it predicts.
+those before, of a sum alone on one machine from those just before it or in turn with
+it, since the cores and the memory of a machine are not the same all day. It knows
+nothing of the step, or the sum, that it predicts.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ import argparse
 import contextlib
 import dataclasses
 import functools
-import itertools
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.bench.results import spread
 from benchmarks.shared import Load, make_parser, run_script, write_report
 from tfdp.cluster.machine import usable_cores
 from tfdp.errors import CollectiveError, ConfigurationError, DeviceError
 from tfdp.plan.topology import Topology
-from tfdp.tools.bench.processes.two_hosts import two_hosts
-from tfdp.tools.bench.results import spread
 from tfdp.tools.measuring.machine import (
     BETWEEN,
-    CASES_OF_MODELS,
     LOOPBACK,
-    SUM_CASE,
+    QUICK_CALLS,
+    SUMS_OF_A_FIGURE,
     WITHIN,
     link_of,
     measure_link,
     sums_for_link,
 )
+from tfdp.tools.measuring.models import MODELS as TIMED_MODELS
 from tfdp.tools.measuring.one_core import measure_rows
-from tfdp.tools.measuring.places import Place, measure_place
+from tfdp.tools.measuring.places import Figures, Place, Work, measure_place
+from tfdp.tools.measuring.two_hosts import two_hosts
 from tfdp.tools.simulator.known import MODELS as KNOWN_MODELS
 from tfdp.tools.simulator.machine import Link, Machine
 from tfdp.tools.simulator.measured import MeasuredMachine, MeasuredModel
@@ -154,7 +154,6 @@ class _Runner:
             link,
             usable_cores(),
             self._repeats,
-            self._quick,
             self._timeout_seconds,
         )
 
@@ -168,19 +167,23 @@ class _Runner:
         self.rows.append(row)
         print(_line(row), flush=True)
 
-    def _measure(self, machine: MeasuredMachine, wanted: list) -> list:
+    def _measure(
+        self, machine: MeasuredMachine, place: Place, wanted: list[Work]
+    ) -> list[Figures]:
         with contextlib.ExitStack() as stack:
-            is_shaped = machine.link != LOOPBACK
+            is_shaped = machine.link != LOOPBACK and place.processes > 1
             hosts = stack.enter_context(two_hosts(machine.link)) if is_shaped else None
-            return measure_place(wanted, self._timeout_seconds, hosts)
+            return measure_place(
+                place, wanted, self._repeats, self._timeout_seconds, hosts
+            )
 
     def _step_row(self, machine: MeasuredMachine, place: Place, model: str) -> Row:
-        case = CASES_OF_MODELS[model]
-        request = place.request(case, model, self._repeats, self._quick)
-        wanted = [(place.without_sums, request), (place.arm, request)]
-        alone, with_sums = self._measure(machine, wanted)
-        profile = ModelProfile.from_plain(model, alone.facts["profile"])
-        samples = alone.facts["profile"]["local_batch"]
+        calls = QUICK_CALLS if self._quick else TIMED_MODELS[model].calls
+        wanted = [Work("steps without sums", model, calls), Work("steps", model, calls)]
+        alone, with_sums = self._measure(machine, place, wanted)
+        said: dict[str, Any] = alone.profile or {}
+        profile = ModelProfile.from_plain(model, said)
+        samples = said["local_batch"]
 
         def predicted(seconds: float) -> float:
             steps = {(1, 1): seconds, (place.processes, place.replicas): seconds}
@@ -202,14 +205,15 @@ class _Runner:
     def _sum_row(self, machine: MeasuredMachine, place: Place) -> Row:
         """A sum of a large model's gradients, all of which are there at once."""
         links = _links_of(place) if machine.link == LOOPBACK else []
-        wanted = [sums_for_link(each, self._repeats, self._quick) for each in links]
-        request = place.request(SUM_CASE, SUM_SUBJECT, self._repeats, self._quick)
-        arms = [*itertools.chain.from_iterable(wanted), (place.arm, request)]
-        *beside, figures = self._measure(machine, arms)
-        for each, of_link in zip(links, wanted, strict=True):
-            found = link_of(each, beside[: len(of_link)], machine.cores)
-            del beside[: len(of_link)]
-            machine = _with_link(machine, each, found)
+        for each in links:
+            if each != place:
+                machine = _with_link(machine, each, self._link(each, LOOPBACK))
+        beside = sums_for_link(place) if place in links else []
+        work = Work("sums", SUM_SUBJECT, SUMS_OF_A_FIGURE)
+        *of_link, figures = self._measure(machine, place, [*beside, work])
+        if beside:
+            link = link_of(place, of_link, machine.cores)
+            machine = _with_link(machine, place, link)
         topology = Topology(place.processes, place.replicas)
         training = Training(
             KNOWN_MODELS[SUM_SUBJECT](),
@@ -232,7 +236,7 @@ def machine_here(measured: MeasuredMachine, topology: Topology) -> Machine:
     """Several processes on one measured machine, which share its cores.
 
     Sums within a process were measured with all cores, each replica using one. Of
-    several processes each has one core, or its share of fewer, as in `tfdp bench`.
+    several processes each has one core, or its share of fewer, as in `tfdp measure`.
     `topology`: `hosts` processes of `devices_per_host` replicas.
     """
     here = measured.machine(topology.devices_per_host)

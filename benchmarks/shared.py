@@ -14,11 +14,12 @@ from tfdp.checks import integer_from
 from tfdp.cluster.machine import describe_machine
 from tfdp.errors import ConfigurationError, DeviceError
 from tfdp.files.asked_for import check_output_paths, write_json_for
-from tfdp.tools.bench.worker_process import answer
+from tfdp.tools.processes.children import ProcessFailed, answer
 
 __all__ = [
     "Load",
     "add_devices",
+    "in_a_line",
     "least_to_most",
     "make_parser",
     "needs_proc",
@@ -128,6 +129,11 @@ def needs_proc() -> None:
     """
     if not pathlib.Path("/proc/self/clear_refs").exists():
         raise DeviceError("Memory is read in /proc/self: this needs Linux.")
+
+
+def in_a_line(error: ProcessFailed) -> str:
+    """How a process failed, and the last line of its output."""
+    return ": ".join([error.how, *error.last_lines[-1:]])
 
 
 def least_to_most(figures: Sequence[float], form: str, unit: str = "") -> str:

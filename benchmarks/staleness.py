@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 from benchmarks.shared import Load, least_to_most, make_parser, run_script, write_report
-from tfdp.tools.bench.worker_process import run_worker
+from tfdp.tools.processes.children import ask_child
 
 WORKERS, BATCH = 2, 64
 ARMS = {
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
 def _run(asked: dict[str, Any], options: argparse.Namespace) -> list[dict[str, Any]]:
     steps = QUICK_STEPS if options.quick else STEPS
     launcher = ["-m", "tfdp", "launch", "--workers", str(WORKERS)]
-    found: list[dict[str, Any]] = run_worker(
+    found: list[dict[str, Any]] = ask_child(
         "benchmarks.staleness",
         {"steps": steps, **asked},
         options.timeout_seconds,

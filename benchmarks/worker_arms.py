@@ -1,4 +1,4 @@
-"""The arms of `workers.py` that `tfdp bench` does not have, and the process of one.
+"""The arms of `workers.py` that `bench` does not have, and the process of one.
 
 Fewer bytes between hosts, exchanges without overlap, a process for each replica, and
 PyTorch: gloo's sums and DistributedDataParallel's steps, on the same layers, optimizer,
@@ -16,33 +16,33 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from tfdp.errors import CollectiveError
-from tfdp.plan.buckets import TensorInfo, plan_buckets
-from tfdp.plan.communication import Communication
-from tfdp.tools.bench.gradient_sets import (
+from benchmarks.bench.gradient_sets import (
     FLOAT32_BYTES,
     GRADIENT_SETS,
     count_parameters,
 )
-from tfdp.tools.bench.one_process.sum_check import check_sum
-from tfdp.tools.bench.processes import member
-from tfdp.tools.bench.processes.arms import (
+from benchmarks.bench.one_process.sum_check import check_sum
+from benchmarks.bench.processes import member
+from benchmarks.bench.processes.arms import (
     BOTH,
     GROUP_ARMS,
     GroupArm,
     Place,
     Work,
     mpi_is_left_out,
+    own_rows,
     tfdp_over,
 )
-from tfdp.tools.bench.request import Request
-from tfdp.tools.bench.subjects import (
+from benchmarks.bench.request import Request
+from tfdp.errors import CollectiveError
+from tfdp.plan.buckets import TensorInfo, plan_buckets
+from tfdp.plan.communication import Communication
+from tfdp.tools.measuring.models import (
     BATCHES_IN_MEMORY,
     LOCAL_BATCH,
     MODELS,
     SEED,
     make_images,
-    own_rows,
 )
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def _coarse_sums(make: MakeStrategy, coarseness: float) -> Callable[..., Work]:
     def prepare(request: Request, arm: str, place: Place) -> Work:
         member.start_tensorflow(request)
         strategy = make(place)
-        from tfdp.tools.bench.processes.work import prepare_reduction, prepare_training
+        from benchmarks.bench.processes.work import prepare_reduction, prepare_training
 
         if request.case.suite == "train":
             return prepare_training(request, arm, strategy, place)

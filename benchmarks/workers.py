@@ -1,7 +1,7 @@
 """Compares ways to train in several processes, also over a link of limited rate.
 
-Sums and training steps, as `tfdp bench --workers` measures them, with arms that it does
-not have: see `worker_arms.py`. With a link the processes live on two hosts on this
+Sums and training steps, as `bench --workers` measures them, with arms that it does not
+have: see `worker_arms.py`. With a link the processes live on two hosts on this
 machine: network namespaces joined by a pair of virtual cards, which needs root and
 iproute2.
 """
@@ -14,14 +14,14 @@ import dataclasses
 import functools
 import sys
 
+from benchmarks.bench.cases import CASES, Case
+from benchmarks.bench.processes.runner import measure_groups
+from benchmarks.bench.request import Request
+from benchmarks.bench.tables import format_result
 from benchmarks.shared import make_parser, run_script, write_report
 from benchmarks.worker_arms import ARMS
 from tfdp.errors import ConfigurationError
-from tfdp.tools.bench.cases import CASES, Case
-from tfdp.tools.bench.command import format_result
-from tfdp.tools.bench.processes.runner import measure_groups
-from tfdp.tools.bench.processes.two_hosts import two_hosts
-from tfdp.tools.bench.request import Request
+from tfdp.tools.measuring.two_hosts import two_hosts
 
 TWO_LEVEL_ARMS = ("tfdp-sockets-flat", "tfdp-sockets", "torch-gloo-flat")
 OVERLAP_ARMS = (

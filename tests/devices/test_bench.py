@@ -9,22 +9,19 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from benchmarks.bench.cases import CASES, REDUCTION_ARMS
+from benchmarks.bench.gradient_sets import GRADIENT_SETS, count_parameters
+from benchmarks.bench.one_process.arms import ARMS
+from benchmarks.bench.one_process.reduction import check_sums, measure_reduction
+from benchmarks.bench.one_process.runner import Failure, run_requests
+from benchmarks.bench.request import Request
+from benchmarks.bench.tables import format_result
 from tests.support.fresh_python import run_python
 from tfdp.errors import CollectiveError, DeviceError
-from tfdp.tools.bench.cases import CASES, REDUCTION_ARMS
-from tfdp.tools.bench.command import format_result
-from tfdp.tools.bench.gradient_sets import GRADIENT_SETS, count_parameters
-from tfdp.tools.bench.one_process.arms import ARMS
-from tfdp.tools.bench.one_process.reduction import (
-    check_sums,
-    make_reduction,
-    measure_reduction,
-)
-from tfdp.tools.bench.one_process.runner import Failure, run_requests
-from tfdp.tools.bench.one_process.training import make_training_arm
-from tfdp.tools.bench.request import Request
-from tfdp.tools.bench.subjects import MODELS
 from tfdp.tools.commands import info
+from tfdp.tools.measuring.models import MODELS
+from tfdp.tools.measuring.steps import make_step
+from tfdp.tools.measuring.sums import make_reduction
 
 DEVICES = ["CPU:0", "CPU:1", "CPU:2", "CPU:3"]
 SUM = CASES["allreduce-resnet50"]
@@ -127,7 +124,7 @@ def test_arms_train_the_same_model_on_the_same_data():
     devices = DEVICES[:2]
     losses = {}
     for arm in ("stock-one-device", "tfdp"):
-        training = make_training_arm(ARMS[arm](devices), MODELS["mlp-tiny"])
+        training = make_step(ARMS[arm](devices), MODELS["mlp-tiny"])
         assert training.global_batch == 128
         losses[arm] = [float(training.step()) for _ in range(4)]
         keras.utils.clear_session()
@@ -139,12 +136,14 @@ def test_arms_train_the_same_model_on_the_same_data():
 
 def test_the_command_runs_and_writes_a_whole_report(tmp_path):
     path = tmp_path / "report.json"
-    arguments = ["bench", "--case", "train-mlp", "--quick", "--json", str(path)]
-    done = run_python("-m", "tfdp", *arguments)
+    arguments = ["--case", "train-mlp", "--quick", "--json", str(path)]
+    done = run_python("-m", "benchmarks.bench", *arguments)
     assert done.returncode == 0, done.stderr
     report = json.loads(path.read_text("utf-8"))
     assert report["failures"] == []
-    assert report["command"] == " ".join(["tfdp", *arguments])
+    assert report["command"] == " ".join(
+        ["python", "-m", "benchmarks.bench", *arguments]
+    )
     assert report["versions"]["tensorflow"] == tf.__version__
     assert report["machine"]["usable_cores"] >= 1
     (result,) = report["results"]

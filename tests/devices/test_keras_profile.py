@@ -6,9 +6,8 @@ import tensorflow as tf
 
 import tfdp
 from tfdp.chain.table_rows import tables_of
-from tfdp.tools.bench.one_process.training import make_training_arm
-from tfdp.tools.bench.processes.arms import _without_sums
-from tfdp.tools.bench.subjects import MODELS
+from tfdp.tools.measuring.models import MODELS
+from tfdp.tools.measuring.steps import make_step, without_sums
 from tfdp.tools.planning.keras_profile import profile_of
 
 DEVICES = ["CPU:0", "CPU:1"]
@@ -20,20 +19,18 @@ def build(name):
 
 
 def test_without_sums_replicas_go_apart_and_with_them_not():
-    def spread(make):
-        strategy = make(None)
-        training = make_training_arm(strategy, MODELS["mlp-tiny"])
+    def spread(strategy):
+        training = make_step(strategy, MODELS["mlp-tiny"])
         training.step()
         kernel = training.network.layers[0].kernel.value
         first, second = strategy.experimental_local_results(kernel)
         return float(tf.reduce_max(tf.abs(first - second)))
 
-    def plain(place):
-        return tfdp.DataParallelStrategy(DEVICES)
-
-    assert spread(plain) == 0.0
-    # A step of 0.01 with other images moves weights by 1e-4 and more.
-    assert spread(_without_sums(plain)) > 1e-5
+    strategy = tfdp.DataParallelStrategy(DEVICES)
+    with without_sums(strategy):
+        # A step of 0.01 with other images moves weights by 1e-4 and more.
+        assert spread(strategy) > 1e-5
+    assert spread(strategy) == 0.0
 
 
 def test_work_of_convolutions_and_dense_layers():
@@ -107,7 +104,5 @@ def test_work_within_layers_counts_the_places_of_those():
 def test_the_transformer_is_as_large_as_it_says_and_trains():
     network = build("transformer-1m")
     assert sum(np.prod(w.shape) for w in network.trainable_weights) == 1_422_090
-    tiny = make_training_arm(
-        tfdp.DataParallelStrategy(DEVICES), MODELS["transformer-tiny"]
-    )
+    tiny = make_step(tfdp.DataParallelStrategy(DEVICES), MODELS["transformer-tiny"])
     assert np.isfinite(float(tiny.step()))

@@ -13,7 +13,7 @@ import tfdp
 from tests.support.fresh_python import run_python
 from tfdp.errors import CollectiveError, ParityError
 from tfdp.exchange.reducer import Reducer
-from tfdp.tools.bench.worker_process import run_worker
+from tfdp.tools.processes.children import ask_child
 from tfdp.tools.selftest import memory, overhead, rates, training
 from tfdp.tools.selftest.memory import build_large
 from tfdp.tools.selftest.parts import Part
@@ -149,7 +149,7 @@ def test_rates_are_told(small):
 def test_a_part_runs_in_its_process(more, said):
     part = {"title": "t", "kind": "training", **more}
     asked = {"part": part, "device_type": "cpu", "devices": 2}
-    found = run_worker(WORKER, asked, 300)
+    found = ask_child(WORKER, asked, 300)
     assert found["state"] == "right" and found["said"].startswith(said)
     assert Part(**part).kind == "training"
 

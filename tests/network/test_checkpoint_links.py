@@ -17,7 +17,7 @@ from tests.fault_plans import check_samples, numbers_of
 from tests.support.package_source import REPOSITORY
 from tests.support.resumed_training import Options
 from tests.support.workers import LONGEST_SECONDS, end
-from tfdp.tools.bench.processes.two_hosts import ADDRESSES, two_hosts, why_no_hosts
+from tfdp.tools.measuring.two_hosts import ADDRESSES, two_hosts, why_no_hosts
 
 REASON = why_no_hosts()
 pytestmark = [

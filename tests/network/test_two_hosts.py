@@ -13,7 +13,7 @@ from tests.support import host_training
 from tests.support.fresh_python import run_python
 from tests.support.package_source import REPOSITORY
 from tests.support.workers import LONGEST_SECONDS
-from tfdp.tools.bench.processes.two_hosts import ADDRESSES, two_hosts, why_no_hosts
+from tfdp.tools.measuring.two_hosts import ADDRESSES, two_hosts, why_no_hosts
 
 REASON = why_no_hosts()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))

@@ -1,24 +1,24 @@
-"""`tfdp bench --workers 2` with real processes, on tiny subjects."""
+"""`python -m benchmarks.bench --workers 2` with real processes, on tiny subjects."""
 
 import json
 
 import pytest
 
+from benchmarks.bench.cases import CASES
+from benchmarks.bench.processes.arms import GROUP_ARMS
+from benchmarks.bench.processes.group import Group
+from benchmarks.bench.request import Request
 from tests.support.fresh_python import run_python
 from tfdp.errors import CollectiveError
-from tfdp.tools.bench.cases import CASES
-from tfdp.tools.bench.processes.arms import GROUP_ARMS
-from tfdp.tools.bench.processes.group import Group
-from tfdp.tools.bench.request import Request
 
 # Containers run tests as root, which Open MPI refuses without these.
 MAY_RUN_AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
 def bench(path, *arguments):
-    """The report of `tfdp bench ARGUMENTS --workers 2 --quick`."""
+    """The report of `python -m benchmarks.bench ARGUMENTS --workers 2 --quick`."""
     done = run_python(
-        *("-m", "tfdp", "bench", *arguments, "--workers", "2"),
+        *("-m", "benchmarks.bench", *arguments, "--workers", "2"),
         *("--quick", "--repeats", "1", "--json", path),
         *("--timeout-seconds", "800"),
         environment=MAY_RUN_AS_ROOT,
@@ -78,7 +78,7 @@ def test_an_arm_that_takes_too_long_is_stopped():
             group.start()
     finally:
         group.close()
-    for process in group._processes:
+    for process in group.children.processes:
         assert process.returncode != 0
 
 

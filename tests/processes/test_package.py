@@ -29,7 +29,7 @@ def built(tmp_path_factory):
     copy = tmp_path_factory.mktemp("sources")
     for name in SOURCES:
         (copy / name).write_bytes((REPOSITORY / name).read_bytes())
-    for path in [*PACKAGE.rglob("*"), *REPOSITORY.glob("benchmarks/*.py")]:
+    for path in [*PACKAGE.rglob("*"), *REPOSITORY.glob("benchmarks/**/*.py")]:
         if path.is_file() and "__pycache__" not in path.parts:
             target = copy / path.relative_to(REPOSITORY)
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -127,5 +127,5 @@ def test_the_wheel_imports_in_an_empty_environment(wheel, tmp_path):
     assert done.stdout == f"{__version__}\n"
     (line,) = done.stderr.splitlines()
     assert "tfdp[cpu]" in line
-    listed = run(environment / "bin" / "tfdp", "bench", "--list", cwd=tmp_path)
-    assert "allreduce-resnet50" in listed.stdout
+    listed = run(environment / "bin" / "tfdp", "simulate", "--list", cwd=tmp_path)
+    assert "resnet50" in listed.stdout

@@ -1,5 +1,6 @@
 """How benchmark figures are taken, summed up, stored and shown; no TensorFlow."""
 
+import argparse
 import dataclasses
 import json
 import os
@@ -7,26 +8,27 @@ import subprocess
 
 import pytest
 
-from tests.support.fresh_python import run_program, run_python
-from tfdp.errors import DeviceError
-from tfdp.files.checked_json import write_json
-from tfdp.tools.bench.cases import CASES, select_cases
-from tfdp.tools.bench.command import format_failure, format_heading, format_result
-from tfdp.tools.bench.gradient_sets import GRADIENT_SETS, count_parameters
-from tfdp.tools.bench.one_process.arms import ARMS
-from tfdp.tools.bench.one_process.interleave import time_in_turn
-from tfdp.tools.bench.one_process.runner import Failure, Report
-from tfdp.tools.bench.processes import two_hosts as two_hosts_module
-from tfdp.tools.bench.processes.arms import GROUP_ARMS
-from tfdp.tools.bench.request import Request
-from tfdp.tools.bench.results import (
+from benchmarks.bench.__main__ import add_arguments, run
+from benchmarks.bench.cases import CASES, select_cases
+from benchmarks.bench.gradient_sets import GRADIENT_SETS, count_parameters
+from benchmarks.bench.models import MODELS
+from benchmarks.bench.one_process.arms import ARMS
+from benchmarks.bench.one_process.runner import Failure, Report
+from benchmarks.bench.processes.arms import GROUP_ARMS
+from benchmarks.bench.request import Request
+from benchmarks.bench.results import (
     ArmResult,
     CaseResult,
     efficiency,
     relative_speed,
     spread,
 )
-from tfdp.tools.bench.subjects import MODELS
+from benchmarks.bench.tables import format_failure, format_heading, format_result
+from tests.support.fresh_python import run_program
+from tfdp.errors import ConfigurationError, DeviceError
+from tfdp.files.checked_json import write_json
+from tfdp.tools.measuring import two_hosts as two_hosts_module
+from tfdp.tools.measuring.in_turn import time_in_turn
 
 
 class Clock:
@@ -171,15 +173,44 @@ def test_several_workers_have_arms_of_their_own():
         (["allreduce", "--workers", "2", "--arms", "one-process"], "no arm of"),
         (["--workers", "2", "--device-type", "gpu"], "--device-type cpu"),
         (["execution", "--workers", "2"], "leave out --workers"),
-        (["first-step"], "python -m benchmarks.first_step"),
-        (["--case", "network-allreduce-1gbit"], "python -m benchmarks.workers"),
-        (["--arms", "torch-gloo", "--workers", "2"], "python -m benchmarks.workers"),
+        (
+            ["train", "--case", "allreduce-resnet50"],
+            "python -m benchmarks.bench --list",
+        ),
     ],
 )
 def test_options_that_do_not_fit_are_refused_at_once(options, problem):
-    done = run_python("-m", "tfdp", "bench", *options)
-    assert done.returncode == 2
-    assert problem in done.stderr
+    with pytest.raises(ConfigurationError, match=problem):
+        bench(options)
+
+
+def bench(options):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return run(parser.parse_args(options))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["training"],
+        ["--case", "resnet"],
+        ["--devices", "0"],
+        ["--devices", "two"],
+        ["--repeats", "-1"],
+        ["--arms", "mine"],
+    ],
+)
+def test_options_that_are_none_are_refused(options):
+    with pytest.raises(SystemExit):
+        bench(options)
+
+
+def test_a_suite_lists_its_own_cases(capsys):
+    assert bench(["train", "--list"]) == 0
+    listed = capsys.readouterr().out
+    assert "train-mlp" in listed
+    assert "allreduce" not in listed
 
 
 def test_the_best_stock_arm_is_the_fastest_stock_one():
@@ -210,7 +241,7 @@ def test_the_table_shows_medians_spreads_and_ratios():
 
 def test_the_heading_says_what_the_figures_belong_to():
     report = Report(
-        command="tfdp bench",
+        command="python -m benchmarks.bench",
         date="2026-01-01T00:00:00+00:00",
         machine={
             "processor": "a processor",
@@ -307,9 +338,8 @@ def test_json_is_written_whole_or_not_at_all(tmp_path):
 
 def test_figures_need_no_tensorflow():
     done = run_program(
-        "import sys, tfdp.tools.bench.command\n"
-        "import tfdp.tools.bench.one_process.runner\n"
-        "import tfdp.tools.bench.one_process.worker\n"
+        "import sys, benchmarks.bench.__main__\n"
+        "import benchmarks.bench.one_process.worker\n"
         "print({'tensorflow', 'keras'} & set(sys.modules))"
     )
     assert done.stdout == "set()\n", done.stderr

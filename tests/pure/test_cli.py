@@ -28,12 +28,12 @@ print("loaded", sorted(loaded), "code", code)
 @pytest.mark.parametrize(
     "arguments, expected",
     [
-        (["--help"], "bench"),
+        (["--help"], "simulate"),
         (["--version"], "tfdp 0"),
-        (["bench", "--help"], "--repeats"),
-        (["bench", "--list"], "allreduce-resnet50"),
+        (["launch", "--help"], "--workers"),
+        (["simulate", "--list"], "resnet50"),
         (["info", "--help"], "--json"),
-        (["help"], "bench"),
+        (["help"], "simulate"),
         (["help", "plan"], "--memory"),
     ],
 )
@@ -77,29 +77,22 @@ def test_simple_errors_come_before_tensorflow(arguments, expected, tmp_path):
 
 @pytest.mark.parametrize("module", ["tfdp", "tfdp.tools.commands.cli"])
 def test_the_package_runs_as_a_program(module):
-    done = run_python("-m", module, "bench", "--list")
+    done = run_python("-m", module, "simulate", "--list")
     assert done.returncode == 0, done.stderr
-    assert "train-cnn" in done.stdout
-
-
-def test_a_suite_lists_its_own_cases(capsys):
-    assert cli.main(["bench", "train", "--list"]) == 0
-    listed = capsys.readouterr().out
-    assert "train-mlp" in listed
-    assert "allreduce" not in listed
+    assert "resnet50" in done.stdout
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
         [],
-        ["bnech"],
-        ["bench", "training"],
-        ["bench", "--case", "resnet"],
-        ["bench", "--devices", "0"],
-        ["bench", "--devices", "two"],
-        ["bench", "--repeats", "-1"],
-        ["bench", "--arms", "mine"],
+        ["simulat"],
+        ["simulate", "resnet50"],
+        ["simulate", "--algorithm", "rings"],
+        ["plan", "train.py", "--batch", "0"],
+        ["simulate", "--devices", "two"],
+        ["measure", "--output", "machine.json", "--repeats", "-1"],
+        ["measure", "--output", "machine.json", "--models", "mine"],
     ],
 )
 def test_bad_arguments_are_refused(arguments, capsys):
@@ -121,26 +114,15 @@ def test_a_command_imports_no_other():
         "import contextlib, sys; from tfdp.tools.commands import cli\n"
         "with contextlib.suppress(SystemExit): cli.main(['info', '--help'])\n"
         "assert 'tfdp.tools.commands.info' in sys.modules\n"
-        "assert not {'tfdp.tools.bench', 'tfdp.launch'} & set(sys.modules)"
+        "assert not {'tfdp.tools.commands.simulate', 'tfdp.launch'} & set(sys.modules)"
     )
     done = run_python("-c", code)
     assert done.returncode == 0, done.stderr
 
 
-def test_a_case_outside_the_suite_is_refused(capsys):
-    assert cli.main(["bench", "train", "--case", "allreduce-resnet50"]) == 2
-    assert "tfdp bench --list" in capsys.readouterr().err
-
-
-def test_a_report_that_could_not_be_written_is_refused_first(tmp_path, capsys):
-    missing = str(tmp_path / "missing" / "report.json")
-    assert cli.main(["bench", "--json", missing]) == 2
-    assert missing in capsys.readouterr().err
-
-
 def listed_into(command, **output):
     done = subprocess.run(
-        [*command, sys.executable, "-m", "tfdp", "bench", "--list"],
+        [*command, sys.executable, "-m", "tfdp", "simulate", "--list"],
         cwd=REPOSITORY,
         stderr=subprocess.PIPE,
         text=True,

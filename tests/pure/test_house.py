@@ -9,7 +9,6 @@ import pytest
 
 from tests.pure.test_layers import FACES, LAYERS, imported_modules, is_face_of, unit_of
 from tests.support.package_source import PACKAGE, REPOSITORY, imported_names, modules
-from tfdp.tools.bench.cases import SCRIPTS
 
 PAGE = REPOSITORY.joinpath("docs", "house.md").read_text("utf-8")
 # A room of tools is `tools.tune`.
@@ -86,14 +85,14 @@ def test_what_a_worker_throws_away_lies_in_the_launchers_folder():
         for module in MODULES
         for _, name in imported_names(module)
         if name.split(".")[0] == "tempfile"
-        and unit_of(module.name) not in ("tools.bench", "tools.commands", "launch")
+        and unit_of(module.name) not in ("tools.processes", "tools.commands", "launch")
     }
     assert importing == {"tfdp.cluster.scratch", "tfdp.strategies.quiet"}
 
 
-def test_folders_are_two_deep_at_most():
+def test_rooms_have_no_folders():
     places = [path.relative_to(PACKAGE).parts for path in PACKAGE.rglob("*.py")]
-    assert max(len(place) - (place[0] == "tools") for place in places) == 3
+    assert max(len(place) - (place[0] == "tools") for place in places) == 2
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.name)
@@ -131,10 +130,9 @@ def test_the_interface_of_transports_is_small():
 
 
 def test_the_benchmark_scripts_keep_their_measure():
-    scripts = REPOSITORY.joinpath("benchmarks").glob("*.py")
-    lines = {path.name: path.read_text("utf-8").count("\n") for path in scripts}
-    assert {f"{script}.py" for script in SCRIPTS.values()} <= set(lines)
-    assert max(lines.values()) <= MOST_LINES_OF_A_SCRIPT
+    scripts = REPOSITORY.joinpath("benchmarks").rglob("*.py")
+    lines = [path.read_text("utf-8").count("\n") for path in scripts]
+    assert len(lines) > 20 and max(lines) <= MOST_LINES_OF_A_SCRIPT
 
 
 def functions(tree):

@@ -28,9 +28,9 @@ LAYERS = {
     "tools.selftest": 15,
     "tools.commands": 14,
     "tools.measuring": 13,
-    "tools.bench": 12,
     "tools.callbacks": 12,
     "tools.planning": 11,
+    "tools.processes": 11,
     "tools.runs": 11,
     "tools.testing": 11,
     "tools.tune": 11,
@@ -91,7 +91,7 @@ PURE = {
     "tools.tune",
 }
 # Of the core, that tools import.
-MOST_INNER_MODULES = 36
+MOST_INNER_MODULES = 34
 FRAMEWORKS = {"tensorflow", "keras"}
 MODULES = modules()
 MODULE_NAMES = {module.name for module in MODULES}

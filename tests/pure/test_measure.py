@@ -2,16 +2,17 @@
 
 import dataclasses
 import doctest
+import math
 
 import pytest
 
 from tfdp.plan.topology import Topology
-from tfdp.tools.bench.gradient_sets import GRADIENT_SETS, count_parameters
 from tfdp.tools.commands import cli, measure
 from tfdp.tools.measuring import machine as measuring
 from tfdp.tools.measuring import places
+from tfdp.tools.measuring.gradient_sets import GRADIENT_SETS
 from tfdp.tools.measuring.machine import BETWEEN_SETS, WITHIN_SETS, SumTimes, fit_link
-from tfdp.tools.measuring.places import Figures, Place
+from tfdp.tools.measuring.places import Figures, Place, Work
 from tfdp.tools.simulator.measured import MeasuredModel, read_machine
 from tfdp.tools.simulator.model import Compute, Gradient, ModelProfile
 from tfdp.tools.simulator.step import Training, simulate_exchange
@@ -42,26 +43,24 @@ class Machine:
         self.machine, self.step_seconds, self.share = machine, step_seconds, share
         self.asked = []
 
-    def measure(self, wanted, timeout_seconds, hosts=None):
-        return [self.figures(arm, request) for arm, request in wanted]
+    def measure(self, place, wanted, repeats, timeout_seconds, hosts=None):
+        return [self.figures(place, work, repeats) for work in wanted]
 
-    def figures(self, arm, request):
-        place = (request.workers, request.devices)
-        self.asked.append((arm, request.subject, *place))
-        if request.case.suite == "allreduce":
-            taken = seconds_of_sum(request.subject, *place, self.machine)
+    def figures(self, place, work, repeats):
+        processes, replicas = place.processes, place.replicas
+        self.asked.append(work)
+        if work.kind == "sums":
+            taken = seconds_of_sum(work.subject, processes, replicas, self.machine)
             seconds, busy = CALL_SECONDS + taken, CALL_SECONDS + 2 * self.share * taken
-            return Figures([seconds] * request.repeats, [busy] * request.repeats)
-        facts = {
-            "profile": {
-                "gradients": GRADIENTS,
-                "forward_flops_per_sample": 10.0,
-                "local_batch": 64,
-            }
+            return Figures([seconds] * repeats, [busy] * repeats)
+        profile = {
+            "gradients": GRADIENTS,
+            "forward_flops_per_sample": 10.0,
+            "local_batch": 64,
         }
-        seconds = self.step_seconds[place]
+        seconds = self.step_seconds[processes, replicas]
         # One of three figures is off, as on a busy machine.
-        return Figures([seconds, 9 * seconds, seconds], [seconds] * 3, facts)
+        return Figures([seconds, 9 * seconds, seconds], [seconds] * 3, profile)
 
 
 @pytest.fixture
@@ -83,7 +82,7 @@ def machine(monkeypatch):
 def test_the_sets_are_what_the_fit_takes_them_for(sets):
     total = {name: sum(sets.tensors(name)) for name in sets.names}
     assert total[sets.few] == total[sets.many] == 4 << 20
-    assert total[sets.large] == 4 * count_parameters(GRADIENT_SETS["widening"]())
+    assert total[sets.large] == 4 * sum(map(math.prod, GRADIENT_SETS["widening"]()))
     assert sets.units(sets.few) < sets.units(sets.many)
 
 
@@ -131,8 +130,8 @@ def test_measure_writes_what_simulate_reads(machine, tmp_path, capsys):
     assert found.within(4).rate == pytest.approx(found.within_host.rate / 2)
     assert found.between_hosts.rate == pytest.approx(expected.between_hosts.rate)
     assert found.between_hosts.compute_share == pytest.approx(0.75)
-    arms = {arm for arm, subject, *_ in machine.asked if subject == "cnn-1m"}
-    assert arms == {"tfdp-in-process-no-sums", "tfdp-sockets-no-sums"}
+    steps = {work for work in machine.asked if work.subject == "cnn-1m"}
+    assert steps == {Work("steps without sums", "cnn-1m", 8)}
     assert cli.main(["simulate", "--machine", str(path), "--devices", "1", "4"]) == 0
 
 
@@ -155,7 +154,7 @@ def test_an_own_model_stands_beside_the_links(machine, tmp_path, monkeypatch, ca
 
 def test_processes_on_a_core_each_take_a_part_of_these_cores(machine, monkeypatch):
     # Of four cores two are used; the stand-in's sums take 0.75 of these.
-    link = measuring.measure_link(Place(2, 1), "loopback", 4, 3, False, 60)
+    link = measuring.measure_link(Place(2, 1), "loopback", 4, 3, 60)
     assert link.compute_share == pytest.approx(0.75)
 
 
@@ -183,9 +182,14 @@ def test_what_cannot_act_is_refused_before_anything_runs(
     assert machine.asked == [] and list(tmp_path.iterdir()) == []
 
 
-def test_places_have_their_arms():
-    assert Place(1, 4).arm == "tfdp-in-process"
-    assert Place(2, 1).without_sums == "tfdp-sockets-no-sums"
+def test_the_figures_of_processes_are_joined():
+    first = {"seconds": [1.0, 4.0], "processor_seconds": [0.5, 0.25], "profile": {}}
+    second = {**first, "seconds": [2.0, 3.0], "profile": {"other": 1}}
+    found = places._join([first, second])
+    assert found == Figures([2.0, 4.0], [1.0, 0.5], {})
+
+
+def test_examples_hold():
     for module in (places, measure):
         assert doctest.testmod(module).failed == 0
 

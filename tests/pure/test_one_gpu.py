@@ -126,8 +126,8 @@ def test_a_figure_beside_its_plan(one_gpu):
 
 
 def test_resnet_50_has_its_weights(one_gpu):
+    from benchmarks.bench.gradient_sets import count_parameters
     from benchmarks.one_gpu_rows import resnet50_shapes
-    from tfdp.tools.bench.gradient_sets import count_parameters
 
     assert len(resnet50_shapes()) == 214
     assert count_parameters(resnet50_shapes()) == 25_583_592

@@ -28,7 +28,6 @@ OWN_OBJECTS = {"self", "cls"}
 # (file, attribute): underscore names of tfdp's own objects, read from outside.
 # `os._exit` is the documented way to end a process without its handlers.
 ALLOWED = {
-    ("tfdp/tools/bench/processes/member.py", "_exit"),
     ("tfdp/hosts/mpi_link.py", "_exit"),
     ("tfdp/tools/commands/end_of_process.py", "_exit"),
     ("tfdp/cluster/helper_process.py", "_inheriting"),  # Python's own

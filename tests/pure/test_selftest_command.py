@@ -7,10 +7,9 @@ import sys
 import pytest
 
 from tfdp.errors import DeviceError
-from tfdp.tools.bench import worker_process
-from tfdp.tools.bench.python_process import ProcessFailed
-from tfdp.tools.bench.worker_process import run_worker
 from tfdp.tools.commands import cli
+from tfdp.tools.processes import devices
+from tfdp.tools.processes.children import ProcessFailed
 from tfdp.tools.selftest import command
 from tfdp.tools.selftest.parts import parts_for
 
@@ -44,7 +43,7 @@ def asked(monkeypatch):
             raise found
         return found
 
-    monkeypatch.setattr(command, "run_worker", stand_in)
+    monkeypatch.setattr(command, "ask_child", stand_in)
     monkeypatch.setenv(GROWTH, "before")  # and set back afterwards
     monkeypatch.delenv(GROWTH)
     monkeypatch.setattr(command, "gather_facts", lambda: FACTS)
@@ -176,37 +175,6 @@ def test_a_report_that_cannot_be_written_is_said_after_what_was_found(
     assert f"tfdp selftest: --json {path} cannot be written (File name" in said.err
 
 
-def worker(tmp_path, monkeypatch, source):
-    (tmp_path / "stand_in_worker.py").write_text(source, encoding="utf-8")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    return "stand_in_worker"
-
-
-def test_a_worker_answers(tmp_path, monkeypatch):
-    name = worker(
-        tmp_path,
-        monkeypatch,
-        "import json, sys\n"
-        "open(sys.argv[2], 'w').write(json.dumps([json.loads(sys.argv[1]), 'x']))\n",
-    )
-    assert run_worker(name, {"a": 1}, 60) == [{"a": 1}, "x"]
-
-
-@pytest.mark.parametrize(
-    "source, seconds, word",
-    [
-        ("raise SystemExit('out of memory')", 60, "out of memory"),
-        ("print('bye')", 60, "ended without a result\nbye"),
-        ("import os; os.abort()", 60, "killed by signal 6"),
-        ("import time; time.sleep(600)", 1, "no result within 1 s"),
-    ],
-)
-def test_a_worker_that_leaves_no_result(tmp_path, monkeypatch, source, seconds, word):
-    name = worker(tmp_path, monkeypatch, source)
-    with pytest.raises(ProcessFailed, match=word):
-        run_worker(name, {}, seconds)
-
-
 def pretend_gpus(monkeypatch, count):
     """TensorFlow sees so many; gives how each was split."""
     split = []
@@ -236,15 +204,15 @@ def test_gpus_that_are_not_there_are_no_devices(monkeypatch, gpus, may_split):
     split = pretend_gpus(monkeypatch, gpus)
     words = f"3 GPUs were requested, but there are {gpus}"
     with pytest.raises(DeviceError, match=words):
-        worker_process.set_up_devices("gpu", 3, may_split=may_split)
+        devices.set_up_devices("gpu", 3, may_split=may_split)
     assert not split
 
 
 def test_a_worker_splits_the_only_gpu_if_it_may(monkeypatch):
     split = pretend_gpus(monkeypatch, 1)
-    found = worker_process.set_up_devices("gpu", 3, may_split=True)
+    found = devices.set_up_devices("gpu", 3, may_split=True)
     assert found == ["GPU:0", "GPU:1", "GPU:2"]
-    assert split == [("GPU:0", [worker_process.SPLIT_GPU_MIB] * 3)]
+    assert split == [("GPU:0", [devices.SPLIT_GPU_MIB] * 3)]
     split.clear()
-    assert worker_process.set_up_devices("gpu", 1, may_split=True) == ["GPU:0"]
+    assert devices.set_up_devices("gpu", 1, may_split=True) == ["GPU:0"]
     assert not split

@@ -170,7 +170,7 @@ def test_tools_are_a_smoke_test_until_one_changes():
     near = Draw(0, {"tests/devices/test_planning.py": 1}, tools=True)
     assert near.rows(rows, seconds) == set(rows)
     assert Draw(0, tools=True).rows(rows, seconds) < set(rows)
-    assert tiers.has_changed_tools(["tfdp/errors.py", "tfdp/tools/bench/cases.py"])
+    assert tiers.has_changed_tools(["tfdp/errors.py", "tfdp/tools/tune/space.py"])
     assert tiers.has_changed_tools(["benchmarks/links.py"])
     assert not tiers.has_changed_tools(["tfdp/errors.py", "tests/pure/test_waits.py"])
 

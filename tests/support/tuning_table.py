@@ -19,7 +19,7 @@ from tests.support.tuning_regrets import regrets
 from tfdp.cluster.addresses import LOOPBACK, free_port
 from tfdp.cluster.job_key import JOB_KEY, make_job_key
 from tfdp.launch.environment import cluster_variables, local_environment
-from tfdp.tools.bench.processes.two_hosts import ADDRESSES, two_hosts
+from tfdp.tools.measuring.two_hosts import ADDRESSES, two_hosts
 
 WORKERS = 2
 LINKS = ("loopback", "1gbit")

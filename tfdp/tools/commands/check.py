@@ -12,8 +12,8 @@ from tfdp.plan.communication import IdleOptions
 from tfdp.progress_bar import progress_bar
 from tfdp.strategies.quiet import import_tensorflow_quietly
 from tfdp.strategies.unused import note_used
-from tfdp.tools.bench.worker_process import find_devices
 from tfdp.tools.commands import check_target
+from tfdp.tools.processes.devices import find_devices
 
 HOLDS, FAILS, FAILED = 0, 1, 2
 STRATEGIES = ("tfdp", "mirrored")

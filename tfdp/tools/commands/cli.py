@@ -41,7 +41,6 @@ COMMANDS = {
     "measure": (f"{_HERE}.measure", "this machine's numbers, for tfdp simulate"),
     "simulate": (f"{_HERE}.simulate", "how long steps take on other hardware, and why"),
     "report": (f"{_HERE}.report", "what a training run did, as a page"),
-    "bench": ("tfdp.tools.bench.command", "benchmarks against TensorFlow's strategies"),
 }
 # These take a script's own arguments after --.
 TAKE_SCRIPTS = ("check", "plan", "tune")

@@ -13,8 +13,6 @@ from typing import Any
 from tfdp.checks import integer_from
 from tfdp.errors import ConfigurationError
 from tfdp.files.asked_for import check_output_path, written_for
-from tfdp.tools.bench.processes.two_hosts import check_rate
-from tfdp.tools.bench.worker_process import answer, find_devices
 from tfdp.tools.commands.check_target import (
     ScriptRun,
     load_target,
@@ -24,11 +22,14 @@ from tfdp.tools.commands.check_target import (
 from tfdp.tools.commands.tune_processes import TrialFailed, result_of
 from tfdp.tools.commands.tune_trial import timed_steps
 from tfdp.tools.measuring.machine import (
-    CASES_OF_MODELS,
     LOOPBACK,
     PLACES,
     measure_machine,
 )
+from tfdp.tools.measuring.models import MODELS
+from tfdp.tools.measuring.two_hosts import check_rate
+from tfdp.tools.processes.children import answer
+from tfdp.tools.processes.devices import find_devices
 from tfdp.tools.simulator.measured import MeasuredMachine, MeasuredModel, write_machine
 from tfdp.tools.simulator.model import ModelProfile
 
@@ -45,10 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--models",
         nargs="+",
-        choices=CASES_OF_MODELS,
+        choices=MODELS,
         metavar="MODEL",
         help=f"models to time (default: {', '.join(DEFAULT_MODELS)}); known: "
-        f"{', '.join(CASES_OF_MODELS)}",
+        f"{', '.join(MODELS)}",
     )
     add(
         "--target",
@@ -65,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--link", default=LOOPBACK, metavar="RATE", help=link)
     whole("--repeats", default=9, metavar="R", help="of each (default: 9)")
     add("--quick", action="store_true", help="smoke test: a tiny model, 2 repeats")
-    whole("--timeout-seconds", default=900, metavar="S", help="of each arm")
+    whole("--timeout-seconds", default=900, metavar="S", help="of each measurement")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -202,17 +203,18 @@ def _figures(text: str, replicas: int, samples: int, steps: int) -> dict[str, An
     import keras
 
     import tfdp
-    from tfdp.tools.bench.processes.arms import without_sums
+    from tfdp.tools.measuring.steps import without_sums
 
     # As in the benchmarks: one core for each logical CPU.
     devices = find_devices(replicas, intra_op_threads=1)
-    strategy = without_sums(tfdp.DataParallelStrategy(devices))
+    strategy = tfdp.DataParallelStrategy(devices)
     script_run = ScriptRun(lambda: strategy, replicas)
-    target = load_target(parse_target(text), script_run)
-    keras.utils.set_random_seed(0)
-    with strategy.scope():
-        model = target.build()
-    return timed_steps(model, target.data, samples * replicas, samples, steps)
+    with without_sums(strategy):
+        target = load_target(parse_target(text), script_run)
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            model = target.build()
+        return timed_steps(model, target.data, samples * replicas, samples, steps)
 
 
 if __name__ == "__main__":

@@ -20,11 +20,11 @@ from tfdp.files.asked_for import check_output_paths, write_json_for, write_text_
 from tfdp.launch.local import own_gpus
 from tfdp.plan.sizes import bytes_of
 from tfdp.progress_bar import progress_bar
-from tfdp.tools.bench.python_process import ended_together
 from tfdp.tools.commands.check_target import end_help
 from tfdp.tools.commands.plan_model import BATCH_HELP, FORMS, check_model, parse_model
 from tfdp.tools.commands.tune_processes import TrialFailed, Trials
 from tfdp.tools.commands.tune_run import Finished, TuneRun, batch_of_script, what_fits
+from tfdp.tools.processes.children import ended_together
 from tfdp.tools.report.charts import PART_BARS_STYLE, part_bars
 from tfdp.tools.report.html_page import html_page, legend
 from tfdp.tools.tune.space import LOSSY, Place, Setting, knobs_of

@@ -9,8 +9,7 @@ from typing import Any
 
 from tfdp.checks import is_number
 from tfdp.errors import TfdpError
-from tfdp.tools.bench.python_process import ProcessFailed
-from tfdp.tools.bench.worker_process import run_worker
+from tfdp.tools.processes.children import ProcessFailed, ask_child
 from tfdp.tools.simulator.machine import Link
 from tfdp.tools.simulator.model import ModelProfile
 from tfdp.tools.tune.proposal import COMPUTE_SHARE, TrialFacts
@@ -66,9 +65,9 @@ def result_of(
     launcher: Sequence[str] = (),
     **more: str,
 ) -> Any:
-    """The result of `run_worker`; raises TrialFailed with last lines and advice."""
+    """The result of `ask_child`; raises TrialFailed with last lines and advice."""
     try:
-        return run_worker(module, request, timeout_seconds, launcher, **more)
+        return ask_child(module, request, timeout_seconds, launcher, **more)
     except ProcessFailed as error:
         hint = ". Give a larger --timeout-seconds." if error.took_too_long else ""
         reason = "\n".join([*error.last_lines, f"{error.how}{hint}"])

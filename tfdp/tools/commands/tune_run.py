@@ -13,10 +13,10 @@ from typing import Any
 from tfdp.errors import ConfigurationError
 from tfdp.plan.shards import shard_stage
 from tfdp.progress_bar import progress_bar
-from tfdp.tools.bench.worker_process import answer
 from tfdp.tools.commands.end_of_process import leave
 from tfdp.tools.commands.plan_model import load_model, parse_model
 from tfdp.tools.commands.tune_processes import TrialFailed, Trials, result_of
+from tfdp.tools.processes.children import answer
 from tfdp.tools.tune.proposal import in_order
 from tfdp.tools.tune.space import DEFAULTS, Place, Setting, Space
 from tfdp.tools.tune.tuning import Trial, Tuning, Verdict, search_of

@@ -15,10 +15,11 @@ from typing import Any
 
 from tfdp.errors import ConfigurationError
 from tfdp.hosts.link_speed import speed_of_sums
-from tfdp.tools.bench.worker_process import answer, find_devices
 from tfdp.tools.commands.check_target import ScriptRun, load_target, training_a_target
 from tfdp.tools.commands.end_of_process import leave
 from tfdp.tools.commands.plan_model import load_model, parse_model
+from tfdp.tools.processes.children import answer
+from tfdp.tools.processes.devices import find_devices
 from tfdp.tools.tune.space import Place, Setting
 
 WARM_UP_STEPS = 3

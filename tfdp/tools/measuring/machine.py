@@ -14,11 +14,11 @@ from typing import Any
 from tfdp.cluster.machine import describe_machine, usable_cores
 from tfdp.plan.buckets import TensorInfo, plan_buckets
 from tfdp.plan.communication import Communication
-from tfdp.tools.bench.gradient_sets import FLOAT32_BYTES, GRADIENT_SETS
-from tfdp.tools.bench.processes.two_hosts import two_hosts
-from tfdp.tools.bench.request import Request
+from tfdp.tools.measuring.gradient_sets import FLOAT32_BYTES, GRADIENT_SETS
+from tfdp.tools.measuring.models import MODELS
 from tfdp.tools.measuring.one_core import measure_coding, measure_rows
-from tfdp.tools.measuring.places import Figures, Place, measure_place
+from tfdp.tools.measuring.places import Figures, Place, Work, measure_place
+from tfdp.tools.measuring.two_hosts import two_hosts
 from tfdp.tools.simulator.machine import Link
 from tfdp.tools.simulator.measured import MeasuredMachine, MeasuredModel
 from tfdp.tools.simulator.model import ModelProfile
@@ -26,20 +26,7 @@ from tfdp.tools.simulator.sums import moved_in_process
 
 LOOPBACK = "loopback"
 PLACES = tuple(Place(*each) for each in ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2)))
-#: Model -> the case that determines the calls per figure.
-CASES_OF_MODELS = {
-    "mlp-20m": "train-mlp",
-    "cnn-1m": "train-cnn",
-    "resnet20": "train-mlp",
-    "words-13m": "train-words",
-    "transformer-1m": "train-mlp",
-    "mlp-tiny": "train-mlp",
-    "cnn-tiny": "train-cnn",
-    "resnet-tiny": "train-cnn",
-    "words-tiny": "train-words",
-    "transformer-tiny": "train-mlp",
-}
-SUM_CASE = "allreduce-resnet50"
+SUMS_OF_A_FIGURE = QUICK_CALLS = 2
 WITHIN, BETWEEN = Place(1, 2), Place(2, 1)
 # Of 102 MB with eight methods; repeats differ by a few per cent.
 MOST_CODINGS = 5
@@ -58,7 +45,7 @@ def measure_machine(
 ) -> MeasuredMachine:
     """Measures what the simulator needs about this machine.
 
-    `models` (keys of CASES_OF_MODELS) are measured in every place, 1 x 1 first;
+    `models` (keys of MODELS) are measured in every place, 1 x 1 first;
     `others` were measured before. `link` between two processes is LOOPBACK, or a rate
     as `tc` takes it, as root. `quick`: a smoke test. `say` receives progress messages.
 
@@ -72,10 +59,10 @@ def measure_machine(
         say(f"sums of {replicas} replicas within one process")
         place = Place(1, replicas)
         within[replicas] = measure_link(
-            place, LOOPBACK, cores, repeats, quick, timeout_seconds
+            place, LOOPBACK, cores, repeats, timeout_seconds
         )
     say(f"sums between two processes, {link}")
-    between = measure_link(BETWEEN, link, cores, repeats, quick, timeout_seconds)
+    between = measure_link(BETWEEN, link, cores, repeats, timeout_seconds)
     say("gradient compression on one core")
     coding = measure_coding(min(repeats, MOST_CODINGS), quick, timeout_seconds)
     say("sums of table rows on one core")
@@ -85,12 +72,13 @@ def measure_machine(
         seconds, profile, samples = {}, None, 1
         for place in places:
             say(f"{name} in {place} without sums")
-            request = place.request(CASES_OF_MODELS[name], name, repeats, quick)
-            (figures,) = measure_place([(place.without_sums, request)], timeout_seconds)
+            calls = QUICK_CALLS if quick else MODELS[name].calls
+            work = Work("steps without sums", name, calls)
+            (figures,) = measure_place(place, [work], repeats, timeout_seconds)
             seconds[place.processes, place.replicas] = statistics.median(
                 figures.seconds
             )
-            said: dict[str, Any] = figures.facts["profile"]
+            said: dict[str, Any] = figures.profile or {}
             profile = profile or ModelProfile.from_plain(name, said)
             samples = said["local_batch"]
         if profile is not None:
@@ -116,7 +104,6 @@ def measure_link(
     link: str,
     cores: int,
     repeats: int,
-    quick: bool,
     timeout_seconds: float,
 ) -> Link:
     """The link between the replicas of one process, or between processes.
@@ -127,16 +114,15 @@ def measure_link(
     with contextlib.ExitStack() as stack:
         is_shaped = link != LOOPBACK
         hosts = stack.enter_context(two_hosts(link)) if is_shaped else None
-        wanted = sums_for_link(place, repeats, quick)
-        return link_of(place, measure_place(wanted, timeout_seconds, hosts), cores)
+        found = measure_place(
+            place, sums_for_link(place), repeats, timeout_seconds, hosts
+        )
+    return link_of(place, found, cores)
 
 
-def sums_for_link(place: Place, repeats: int, quick: bool) -> list[tuple[str, Request]]:
-    """The arms whose figures `link_of` needs."""
-    return [
-        (place.arm, place.request(SUM_CASE, name, repeats, quick))
-        for name in _sets(place).names
-    ]
+def sums_for_link(place: Place) -> list[Work]:
+    """The sums whose figures `link_of` needs."""
+    return [Work("sums", name, SUMS_OF_A_FIGURE) for name in _sets(place).names]
 
 
 def link_of(place: Place, found: Sequence[Figures], cores: int) -> Link:

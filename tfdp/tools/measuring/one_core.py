@@ -13,10 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tfdp.errors import CollectiveError
-from tfdp.tools.bench.gradient_sets import FLOAT32_BYTES, GRADIENT_SETS
-from tfdp.tools.bench.one_process.interleave import turns
-from tfdp.tools.bench.python_process import ProcessFailed
-from tfdp.tools.bench.worker_process import answer, run_worker
+from tfdp.tools.measuring.gradient_sets import FLOAT32_BYTES, GRADIENT_SETS
+from tfdp.tools.measuring.in_turn import turns
+from tfdp.tools.processes.children import ProcessFailed, answer, ask_child
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -58,7 +57,7 @@ def measure_rows(repeats: int, quick: bool, timeout_seconds: float) -> float:
 def _run(what: str, repeats: int, quick: bool, timeout_seconds: float) -> Any:
     request = {"what": what, "repeats": repeats, "quick": quick}
     try:
-        return run_worker("tfdp.tools.measuring.one_core", request, timeout_seconds)
+        return ask_child("tfdp.tools.measuring.one_core", request, timeout_seconds)
     except ProcessFailed as error:
         raise CollectiveError(f"measuring {what} on one core failed: {error}") from None
 
@@ -170,7 +169,7 @@ def _rows_bytes_per_second(repeats: int) -> float:
     import tensorflow as tf
 
     from tfdp.exchange.sparse import join_rows
-    from tfdp.tools.bench.subjects import ZIPF_EXPONENT
+    from tfdp.tools.measuring.models import ZIPF_EXPONENT
 
     random = np.random.default_rng(SEED)
     values = random.normal(size=(PARTS, ROWS, WIDTH)).astype(np.float32)

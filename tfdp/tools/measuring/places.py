@@ -1,71 +1,114 @@
-"""Times arms in one arrangement of processes and replicas, in turns."""
+"""Times sums and steps in one arrangement of processes and replicas, in turns."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import os
 from collections.abc import Sequence
+from typing import Any, Literal
 
-from tfdp.tools.bench.cases import CASES
-from tfdp.tools.bench.one_process.interleave import turns
-from tfdp.tools.bench.processes.arms import NO_SUMS
-from tfdp.tools.bench.processes.group import Figures, Group
-from tfdp.tools.bench.processes.two_hosts import TwoHosts
-from tfdp.tools.bench.request import Request
+from tfdp.cluster.addresses import LOOPBACK, free_port
+from tfdp.cluster.job_key import JOB_KEY, make_job_key
+from tfdp.cluster.machine import usable_cores
+from tfdp.errors import CollectiveError
+from tfdp.launch.environment import cluster_variables, local_environment
+from tfdp.tools.measuring.two_hosts import ADDRESSES, TwoHosts
+from tfdp.tools.processes.children import Child, ProcessFailed, ask_children
+
+PROCESS = "tfdp.tools.measuring.process"
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
     """An arrangement: processes of this machine, and replicas of each.
 
-    >>> str(Place(2, 1)), Place(1, 4).arm, Place(2, 2).without_sums
-    ('2x1', 'tfdp-in-process', 'tfdp-sockets-no-sums')
+    >>> str(Place(2, 1))
+    '2x1'
     """
 
     processes: int
     replicas: int
 
-    @property
-    def arm(self) -> str:
-        return "tfdp-in-process" if self.processes == 1 else "tfdp-sockets"
-
-    @property
-    def without_sums(self) -> str:
-        """The same arm without any exchange."""
-        return f"{self.arm}{NO_SUMS}"
-
-    def request(self, case: str, subject: str, repeats: int, quick: bool) -> Request:
-        return Request(
-            CASES[case],
-            devices=self.replicas,
-            workers=self.processes,
-            repeats=repeats,
-            quick=quick,
-            subject=subject,
-        )
-
     def __str__(self) -> str:
         return f"{self.processes}x{self.replicas}"
 
 
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """One thing to time.
+
+    Args:
+      kind: sums of a set of gradients, or training steps of a model.
+      subject: a key of `GRADIENT_SETS`, or of `MODELS`.
+      calls: sums or steps of one figure.
+    """
+
+    kind: Literal["sums", "steps", "steps without sums"]
+    subject: str
+    calls: int
+
+
+@dataclasses.dataclass
+class Figures:
+    """Seconds and processor seconds of a call, one figure per repeat.
+
+    `profile`: of a model whose steps were timed without sums, with its `local_batch`.
+    """
+
+    seconds: list[float]
+    processor_seconds: list[float]
+    profile: dict[str, Any] | None = None
+
+
 def measure_place(
-    wanted: Sequence[tuple[str, Request]],
+    place: Place,
+    wanted: Sequence[Work],
+    repeats: int,
     timeout_seconds: float,
     hosts: TwoHosts | None = None,
 ) -> list[Figures]:
-    """The figures of some arms (with equal repeats); all live at once and take turns.
+    """The figures of each work; all live in the same processes and take turns.
 
-    `hosts`: where the processes run; None: here. Raises CollectiveError if a process
-    ends or takes longer than the timeout for everything.
+    `hosts`: where two processes run; None: here. Raises CollectiveError if a process
+    fails or takes longer than the timeout for everything.
     """
-    groups: dict[str, Group] = {}
-    with contextlib.ExitStack() as stack:
-        for number, (arm, request) in enumerate(wanted):
-            network = hosts if request.workers > 1 else None
-            group = Group(request, arm, timeout_seconds, network)
-            stack.callback(group.close)
-            group.start()
-            groups[str(number)] = group
-        for name in turns(list(groups), wanted[0][1].repeats):
-            groups[name].turn()
-    return [group.figures for group in groups.values()]
+    request = {
+        "place": dataclasses.asdict(place),
+        "wanted": [dataclasses.asdict(work) for work in wanted],
+        "repeats": repeats,
+        "timeout_seconds": timeout_seconds,
+    }
+    children = _children(place, hosts)
+    try:
+        answers = ask_children(PROCESS, request, timeout_seconds, children)
+    except ProcessFailed as error:
+        raise CollectiveError(f"{place} cannot be measured: {error}") from None
+    return [_join(of_processes) for of_processes in zip(*answers, strict=True)]
+
+
+def _children(place: Place, hosts: TwoHosts | None) -> list[Child]:
+    address, key = ADDRESSES[0] if hosts else LOOPBACK, make_job_key()
+    coordinator = f"{address}:{free_port()}"
+    children = []
+    for rank in range(place.processes):
+        variables = cluster_variables(
+            place.processes, rank, coordinator, place.replicas
+        )
+        environment = local_environment(
+            os.environ,
+            {**variables, JOB_KEY: key},
+            workers=place.processes,
+            rank=rank,
+            cores=usable_cores(),
+        )
+        starter = hosts.command(rank) if hosts else ()
+        children.append(Child(environment, starter))
+    return children
+
+
+def _join(of_processes: Sequence[dict[str, Any]]) -> Figures:
+    """Seconds of the slowest process, and processor seconds of all together."""
+    seconds = zip(*(each["seconds"] for each in of_processes), strict=True)
+    busy = zip(*(each["processor_seconds"] for each in of_processes), strict=True)
+    profile = of_processes[0]["profile"]
+    return Figures([*map(max, seconds)], [*map(sum, busy)], profile)

@@ -15,9 +15,8 @@ from tfdp.cluster.nvidia import ALLOW_GROWTH, gpu_links
 from tfdp.errors import DeviceError
 from tfdp.files.asked_for import check_output_path, write_json_for
 from tfdp.progress_bar import progress_bar
-from tfdp.tools.bench.python_process import ProcessFailed
-from tfdp.tools.bench.worker_process import run_worker
 from tfdp.tools.commands.info import format_facts, gather_facts
+from tfdp.tools.processes.children import ProcessFailed, ask_child
 from tfdp.tools.report.text import format_table
 from tfdp.tools.selftest.parts import Part, parts_for
 
@@ -98,7 +97,7 @@ def _run_parts(
         try:
             # A process per part: a hang or crash in one does not stop the others.
             with progress_bar(part.title, 0):
-                result = run_worker(WORKER, request, timeout_seconds)
+                result = ask_child(WORKER, request, timeout_seconds)
         except ProcessFailed as error:
             result = {"state": "FAILED", "said": str(error)}
         seconds = time.perf_counter() - start

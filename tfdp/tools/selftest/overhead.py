@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfdp import DataParallelStrategy
 from tfdp.strategies.in_words import without_fit_message
-from tfdp.tools.bench.one_process.interleave import turns
+from tfdp.tools.measuring.in_turn import turns
 from tfdp.tools.selftest.memory import build_large, build_small, make_batch
 
 REPEATS = 9

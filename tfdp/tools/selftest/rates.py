@@ -8,8 +8,8 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from tfdp import DataParallelStrategy
-from tfdp.tools.bench.one_process.interleave import time_in_turn
-from tfdp.tools.bench.one_process.reduction import make_gradients, make_reduction
+from tfdp.tools.measuring.in_turn import time_in_turn
+from tfdp.tools.measuring.sums import make_gradients, make_reduction
 
 SIZES_BYTES = tuple(n << 20 for n in (1, 16, 128))
 REPEATS, CALLS, WARM_UP = 7, 3, 2

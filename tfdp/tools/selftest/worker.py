@@ -6,7 +6,8 @@ import sys
 from typing import Any
 
 from tfdp.errors import TfdpError
-from tfdp.tools.bench.worker_process import answer, set_up_devices
+from tfdp.tools.processes.children import answer
+from tfdp.tools.processes.devices import set_up_devices
 from tfdp.tools.selftest.parts import Part
 
 RIGHT, WRONG = "right", "WRONG"

@@ -7,15 +7,14 @@ import datetime
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from benchmarks.bench.processes.runner import measure_groups
+from benchmarks.bench.request import Request
+from benchmarks.bench.results import CaseResult
 from tfdp.cluster.machine import describe_machine, installed_versions
 from tfdp.progress_bar import progress_bar
-from tfdp.tools.bench.processes.runner import measure_groups
-from tfdp.tools.bench.python_process import ProcessFailed
-from tfdp.tools.bench.request import Request
-from tfdp.tools.bench.results import CaseResult
-from tfdp.tools.bench.worker_process import run_worker
+from tfdp.tools.processes.children import ProcessFailed, ask_child
 
-WORKER = "tfdp.tools.bench.one_process.worker"
+WORKER = "benchmarks.bench.one_process.worker"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +92,7 @@ def _run(request: Request, timeout_seconds: float) -> list[CaseResult | Failure]
 
 def _run_worker(request: Request, timeout_seconds: float) -> CaseResult | Failure:
     try:
-        result = run_worker(WORKER, dataclasses.asdict(request), timeout_seconds)
+        result = ask_child(WORKER, dataclasses.asdict(request), timeout_seconds)
     except ProcessFailed as error:
         return Failure(request.case.name, request.devices, str(error))
     return CaseResult.from_json(result)

@@ -1,4 +1,4 @@
-"""One process of a group: `python -m tfdp.tools.bench.processes.member ORDERS`, JSON.
+"""One process of a group: `python -m benchmarks.bench.processes.member ORDERS`, JSON.
 
 It sets up its arm, reports that it is ready, and then times calls each time that the
 benchmark sends their number. The orders are the same for every process of a group:
@@ -17,14 +17,13 @@ import queue
 import socket
 import sys
 import threading
-import time
 from typing import Any
 
+from benchmarks.bench.processes.arms import GROUP_ARMS, GroupArm, Place, Work
+from benchmarks.bench.request import Request
 from tfdp.cluster import find_cluster
 from tfdp.errors import ConfigurationError
-from tfdp.tools.bench.one_process.interleave import time_in_turn
-from tfdp.tools.bench.processes.arms import GROUP_ARMS, GroupArm, Place, Work
-from tfdp.tools.bench.request import Request
+from tfdp.tools.measuring.in_turn import time_in_turn
 
 # Control connection: lines of JSON both ways, over a Unix socket because mpiexec passes
 # standard input to rank 0 only. When it closes the process ends, wherever it waits: no
@@ -75,11 +74,8 @@ def main(arguments: list[str]) -> None:
     call, facts = _prepare(request, arm, GROUP_ARMS[arm], place)
     control.send(facts)
     while calls := control.next_turn():
-        busy_before = time.process_time()
         seconds = time_in_turn({arm: call}, repeats=1, calls=calls)
-        # One untimed call more.
-        busy = (time.process_time() - busy_before) / (calls + 1)
-        control.send({"seconds": seconds[arm][0], "processor_seconds": busy})
+        control.send({"seconds": seconds[arm][0]})
 
 
 def _prepare(request: Request, arm: str, row: GroupArm, place: Place) -> Work:
@@ -89,7 +85,7 @@ def _prepare(request: Request, arm: str, row: GroupArm, place: Place) -> Work:
         raise ConfigurationError(f"The arm {arm!r} has neither `prepare` nor strategy.")
     start_tensorflow(request)
     strategy = row.make_strategy(place)
-    from tfdp.tools.bench.processes.work import prepare_reduction, prepare_training
+    from benchmarks.bench.processes.work import prepare_reduction, prepare_training
 
     is_reduction = request.case.suite == "allreduce"
     prepare = prepare_reduction if is_reduction else prepare_training

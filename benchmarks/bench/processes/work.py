@@ -11,35 +11,33 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdp.tools.bench.gradient_sets import GRADIENT_SETS, describe_set
-from tfdp.tools.bench.one_process.reduction import (
+from benchmarks.bench.gradient_sets import GRADIENT_SETS, describe_set
+from benchmarks.bench.models import MODELS
+from benchmarks.bench.one_process.sum_check import check_sum
+from benchmarks.bench.one_process.training import describe_training, warm_up
+from benchmarks.bench.processes.arms import (
+    NO_EXCHANGE,
+    STOCK_MULTI_WORKER,
+    Place,
+    Work,
+    own_rows,
+)
+from benchmarks.bench.request import Request
+from tfdp.tools.measuring.models import (
+    LOCAL_BATCH,
+    BenchmarkModel,
+    make_images,
+)
+from tfdp.tools.measuring.steps import (
+    TimedStep,
+    build_network,
+    make_step,
+)
+from tfdp.tools.measuring.sums import (
     make_gradient,
     make_gradients,
     make_reduction,
 )
-from tfdp.tools.bench.one_process.sum_check import check_sum
-from tfdp.tools.bench.one_process.training import (
-    TrainingArm,
-    build_network,
-    make_training_arm,
-    warm_up,
-)
-from tfdp.tools.bench.processes.arms import (
-    NO_EXCHANGE,
-    NO_SUMS,
-    STOCK_MULTI_WORKER,
-    Place,
-    Work,
-)
-from tfdp.tools.bench.request import Request
-from tfdp.tools.bench.subjects import (
-    LOCAL_BATCH,
-    MODELS,
-    BenchmarkModel,
-    make_images,
-    own_rows,
-)
-from tfdp.tools.planning.keras_profile import profile_of
 
 SumOf = Callable[[list[tf.Tensor]], list[tf.Tensor]]
 
@@ -93,7 +91,7 @@ def prepare_training(
     if arm == STOCK_MULTI_WORKER:
         training = make_hand_written_arm(strategy, model, place)
     else:
-        training = make_training_arm(strategy, model)
+        training = make_step(strategy, model)
     warm_up(arm, training, request)
     models = place.workers if arm == NO_EXCHANGE else 1
     peak_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -101,20 +99,16 @@ def prepare_training(
         "weight_norm_after_warm_up": _norm(training.network),
         "peak_bytes": peak_bytes,
     }
-    if NO_SUMS in arm:
-        inputs, _ = make_images(model, LOCAL_BATCH)
-        profile = profile_of(training.network, [inputs[:LOCAL_BATCH]])
-        facts["profile"] = {**profile, "local_batch": LOCAL_BATCH}
     return lambda: float(training.step()), {
         "items_per_call": models * training.global_batch,
         "facts": facts,
-        "subject": training.subject(request),
+        "subject": describe_training(training, request),
     }
 
 
 def make_hand_written_arm(
     strategy: tf.distribute.Strategy, model: BenchmarkModel, place: Place
-) -> TrainingArm:
+) -> TimedStep:
     """The same training without Keras' `fit`, which stock strategies cannot run here.
 
     It does less: no metrics, no loss over all workers, and each worker gets its own
@@ -147,7 +141,7 @@ def make_hand_written_arm(
     dataset = dataset.batch(LOCAL_BATCH, drop_remainder=True)
     dataset = dataset.cache().repeat().prefetch(2)
     batches = iter(strategy.distribute_datasets_from_function(lambda _: dataset))
-    return TrainingArm(
+    return TimedStep(
         step=lambda: strategy.experimental_local_results(step(batches))[0],
         global_batch=LOCAL_BATCH * replicas,
         network=network,

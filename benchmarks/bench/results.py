@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tfdp.tools.bench.one_process.arms import STOCK_PREFIX
-from tfdp.tools.bench.processes.arms import ONE_PROCESS
+from benchmarks.bench.one_process.arms import STOCK_PREFIX
+from benchmarks.bench.processes.arms import ONE_PROCESS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,9 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
-import pathlib
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -16,17 +14,17 @@ import tempfile
 import time
 from typing import Any
 
+from benchmarks.bench.processes.arms import GROUP_ARMS, find_mpiexec
+from benchmarks.bench.request import Request
 from tfdp.cluster.addresses import LOOPBACK, free_port
 from tfdp.cluster.job_key import JOB_KEY, make_job_key
 from tfdp.errors import CollectiveError
 from tfdp.launch.environment import cluster_variables, local_environment
 from tfdp.launch.handover import mpi_command
 from tfdp.launch.program import Program
-from tfdp.tools.bench.processes.arms import GROUP_ARMS, find_mpiexec
-from tfdp.tools.bench.processes.two_hosts import ADDRESSES, TwoHosts
-from tfdp.tools.bench.request import Request
+from tfdp.tools.measuring.two_hosts import ADDRESSES, TwoHosts
+from tfdp.tools.processes.children import Children, ProcessFailed
 
-OUTPUT_LINES_KEPT = 15
 LEAVE_SECONDS = 5.0
 POLL_SECONDS = 0.2
 GLOO_CARD = "GLOO_SOCKET_IFNAME"
@@ -34,15 +32,12 @@ GLOO_CARD = "GLOO_SOCKET_IFNAME"
 
 @dataclasses.dataclass
 class Figures:
-    """One arm's figures by repeat: seconds and processor seconds of a call.
+    """One arm's figures by repeat: seconds of a call.
 
-    `facts`: what process 0 reported when it was ready; `sent_bytes`: of a call, by a
-    host, where there is a network.
+    `sent_bytes`: of a call, by a host, where there is a network.
     """
 
     seconds: list[float] = dataclasses.field(default_factory=list)
-    processor_seconds: list[float] = dataclasses.field(default_factory=list)
-    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
     sent_bytes: list[float] = dataclasses.field(default_factory=list)
 
 
@@ -74,7 +69,7 @@ class Group:
         self._server.bind(f"{self._folder.name}/control")
         self._server.listen(self.workers)
         self._connections: dict[int, socket.socket] = {}
-        self._processes: list[subprocess.Popen] = []
+        self.children = Children(self._folder.name)
         self._request = request
         self._is_closed = self._has_failed = False
         self._job_key = make_job_key()
@@ -85,23 +80,12 @@ class Group:
     def start(self) -> None:
         """Waits until all workers are ready; CollectiveError if one ends."""
         start = time.monotonic()
-        for number, (command, environment) in enumerate(self._commands()):
-            with self._output_path(number).open("wb") as output:
-                self._processes.append(
-                    subprocess.Popen(
-                        command,
-                        env=environment,
-                        stdin=subprocess.DEVNULL,
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                    )
-                )
+        for command, environment in self._commands():
+            self.children.start(command, environment)
         while len(self._connections) < self.workers:
             self._accept(start)
         self._left_seconds -= time.monotonic() - start
         self.answers = self._receive_all()
-        self.figures.facts = self.answers[0]["facts"]
 
     def turn(self) -> None:
         """Takes the figures of one repeat; CollectiveError as `start`.
@@ -111,9 +95,7 @@ class Group:
         before = self._sent_bytes()
         self._send_to_all(self._calls)
         answers = self._receive_all()
-        busy = sum(answer["processor_seconds"] for answer in answers)
         self.figures.seconds.append(max(answer["seconds"] for answer in answers))
-        self.figures.processor_seconds.append(busy)
         if self._network is not None:
             # One untimed call more; see `time_in_turn`.
             share = (self._sent_bytes() - before) / (self._calls + 1)
@@ -125,17 +107,13 @@ class Group:
             return
         self._is_closed = True
         if not self._has_failed:
-            with contextlib.suppress(OSError):  # gone already
+            with contextlib.suppress(OSError, ProcessFailed):  # gone already
                 self._send_to_all(0)
-                self._wait_for_end(LEAVE_SECONDS)
+                self.children.wait(LEAVE_SECONDS)
         for connection in self._connections.values():
             connection.close()  # ends the worker, see `Control`
         self._server.close()
-        self._wait_for_end(LEAVE_SECONDS)
-        for process in self._processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        self.children.end(LEAVE_SECONDS)
         self._folder.cleanup()
 
     def _sent_bytes(self) -> float:
@@ -152,8 +130,7 @@ class Group:
         addresses = [f"{host}:{free_port()}" for host in hosts]
         cores = sorted(os.sched_getaffinity(0))
         has_core_each = len(cores) >= self._request.workers
-        is_pinned = has_core_each and not self._row.may_move
-        ranks = range(self.workers) if is_pinned else ()
+        ranks = range(self.workers) if has_core_each else ()
         orders = {
             "request": dataclasses.asdict(self._request),
             "arm": self.arm,
@@ -206,7 +183,7 @@ class Group:
         try:
             connection, _ = self._server.accept()
         except TimeoutError:
-            for number, process in enumerate(self._processes):
+            for number, process in enumerate(self.children.processes):
                 if process.poll() is not None:
                     reason = f"a process ended with exit code {process.returncode}"
                     raise self._failure(reason, number) from None
@@ -240,24 +217,14 @@ class Group:
     def _timeout_text(self) -> str:
         return f"not done within its {self._budget_seconds:g} s; it was stopped"
 
-    def _output_path(self, number: int) -> pathlib.Path:
-        return pathlib.Path(self._folder.name, f"output-{number}")
-
     def _failure(self, reason: str, rank: int = 0) -> CollectiveError:
         self._has_failed = True
-        self._wait_for_end(1.0)  # so that its last lines are written
         # mpiexec is a single process, with the output of all workers.
-        path = self._output_path(rank if rank < len(self._processes) else 0)
-        output = path.read_text("utf-8", "replace").strip().splitlines()
-        return CollectiveError("\n".join([reason, *output[-OUTPUT_LINES_KEPT:]]))
-
-    def _wait_for_end(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        for process in self._processes:
-            try:
-                process.wait(max(deadline - time.monotonic(), 0))
-            except subprocess.TimeoutExpired:
-                return
+        number = min(rank, len(self.children.processes) - 1)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            # Its last lines are then written.
+            self.children.processes[number].wait(1.0)
+        return CollectiveError(str(self.children.failure([number], reason)))
 
 
 def _read_line(connection: socket.socket) -> dict[str, Any]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from tfdp.tools.bench.request import Request
-from tfdp.tools.bench.worker_process import answer, set_up_devices
+from benchmarks.bench.request import Request
+from tfdp.tools.processes.children import answer
+from tfdp.tools.processes.devices import set_up_devices
 
 
 def measure(plain: dict[str, Any]) -> dict[str, Any]:
@@ -17,10 +18,10 @@ def measure(plain: dict[str, Any]) -> dict[str, Any]:
     tf.config.threading.set_intra_op_parallelism_threads(request.intra_op_threads)
     devices = set_up_devices(request.device_type, request.devices)
     if request.case.suite == "allreduce":
-        from tfdp.tools.bench.one_process.reduction import measure_reduction
+        from benchmarks.bench.one_process.reduction import measure_reduction
 
         return measure_reduction(request, devices).to_json()
-    from tfdp.tools.bench.one_process.training import measure_training
+    from benchmarks.bench.one_process.training import measure_training
 
     return measure_training(request, devices).to_json()
 

@@ -1,4 +1,4 @@
-"""The models that the training cases train."""
+"""The models with steps that are timed."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ class BenchmarkModel:
       momentum: of the optimizer. Without it an update touches only a batch's rows of a
         table, with it the whole table.
       steps_per_execution: steps in one call of the training function.
+      calls: of the training function, for one figure.
     """
 
     build: Build
@@ -35,6 +36,7 @@ class BenchmarkModel:
     words: int = 0
     momentum: float = 0.9
     steps_per_execution: int = 1
+    calls: int = 4
 
 
 def _mlp(width: int) -> Build:
@@ -122,17 +124,16 @@ MODELS = {
     # 784 x 4096 + 4096 x 4096 + 4096 x 10 weights and their biases: 20,037,642.
     "mlp-20m": BenchmarkModel(_mlp(4096), (784,)),
     "mlp-tiny": BenchmarkModel(_mlp(16), (8,)),
-    "mlp-tiny-in-tens": BenchmarkModel(_mlp(16), (8,), steps_per_execution=10),
     # 32 and 64 filters of 3 x 3, then 9216 x 128: 1,199,882 with biases.
-    "cnn-1m": BenchmarkModel(_cnn(32, 128), (28, 28, 1)),
+    "cnn-1m": BenchmarkModel(_cnn(32, 128), (28, 28, 1), calls=8),
     # ResNet-20 for images of 32 x 32: 272,474 weights with those of shortcuts.
     "resnet20": BenchmarkModel(_resnet(3, 16), (32, 32, 3)),
-    "resnet-tiny": BenchmarkModel(_resnet(1, 2), (8, 8, 3)),
-    "cnn-tiny": BenchmarkModel(_cnn(2, 4), (8, 8, 1)),
+    "resnet-tiny": BenchmarkModel(_resnet(1, 2), (8, 8, 3), calls=8),
+    "cnn-tiny": BenchmarkModel(_cnn(2, 4), (8, 8, 1), calls=8),
     # 200,000 words of 64 numbers each, and 64 x 10: 12,800,650. A batch of 64 texts of
     # 320 words has as many rows as one of 1,024 texts of 20.
     "words-13m": BenchmarkModel(
-        _words(200_000, 64), (320,), words=200_000, momentum=0.0
+        _words(200_000, 64), (320,), words=200_000, momentum=0.0, calls=8
     ),
     # 8,000 words of 128 numbers, two blocks of 198,272, 256 and 128 x 10: 1,422,090.
     "transformer-1m": BenchmarkModel(
@@ -141,7 +142,9 @@ MODELS = {
     "transformer-tiny": BenchmarkModel(
         _transformer(900, 8, heads=2, depth=1), (4,), words=900
     ),
-    "words-tiny": BenchmarkModel(_words(900, 8), (4,), words=900, momentum=0.0),
+    "words-tiny": BenchmarkModel(
+        _words(900, 8), (4,), words=900, momentum=0.0, calls=8
+    ),
 }
 
 
@@ -168,9 +171,3 @@ def make_images(
         images = random.standard_normal((count, *model.input_shape), dtype=np.float32)
     labels = random.integers(model.classes, size=count, dtype=np.int32)
     return images, labels
-
-
-def own_rows(array: np.ndarray, rank: int, workers: int) -> np.ndarray:
-    """One worker's rows of every global batch of `workers` local ones."""
-    shape = (BATCHES_IN_MEMORY, workers, LOCAL_BATCH, *array.shape[1:])
-    return array.reshape(shape)[:, rank].reshape(-1, *array.shape[1:])

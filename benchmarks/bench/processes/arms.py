@@ -13,14 +13,16 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
+from tfdp.tools.measuring.models import BATCHES_IN_MEMORY, LOCAL_BATCH
+
 if TYPE_CHECKING:
     import tensorflow as tf
-
 
 ONE_PROCESS = "one-process"
 NO_EXCHANGE = "no-exchange"
 STOCK_MULTI_WORKER = "stock-multi-worker"
-NO_SUMS = "-no-sums"
 BOTH = ("allreduce", "train")
 # The timed call; and the facts that a worker reports when it is ready.
 Work = tuple[Callable[[], object], dict[str, Any]]
@@ -51,7 +53,6 @@ class GroupArm:
       why_left_out: from the number of devices per worker, why it cannot run here.
       by_default: whether it runs when no arms are named.
       is_flat: one process per replica, without a level within hosts.
-      may_move: not pinned to one core, for processes with several replicas.
       prepare: from the request, the arm's name and the place, its work; None: that of
         `processes.work` under the strategy.
       one_process: the single-process arm to which its efficiency refers.
@@ -64,10 +65,9 @@ class GroupArm:
     why_left_out: Callable[[int], str | None] = lambda devices_per_worker: None
     by_default: bool = True
     is_flat: bool = False
-    may_move: bool = False
     prepare: Callable[[Any, str, Place], Work] | None = None
     one_process: str = ONE_PROCESS
-    member: str = "tfdp.tools.bench.processes.member"
+    member: str = "benchmarks.bench.processes.member"
 
 
 def find_mpiexec() -> str | None:
@@ -122,28 +122,6 @@ def tfdp_over(
     return make
 
 
-def _in_process(place: Place) -> tf.distribute.Strategy:
-    import tfdp
-
-    devices = tfdp.use_virtual_devices(place.devices_per_worker)
-    return tfdp.DataParallelStrategy(devices)
-
-
-def _without_sums(make: Callable) -> Callable:
-    """Strategies whose replicas keep their own gradients: a step without the sums."""
-    return lambda place: without_sums(make(place))
-
-
-def without_sums(strategy: Any) -> Any:
-    """Makes the replicas of `strategy` keep their own gradients; returns it."""
-
-    def keep(values: Sequence[Any], rank: int, **options: Any) -> list[Any]:
-        return list(values)
-
-    strategy.extended.reducer.all_reduce = keep
-    return strategy
-
-
 def _stock_is_left_out(devices_per_worker: int) -> str | None:
     if devices_per_worker == 1:
         return None
@@ -169,17 +147,10 @@ GROUP_ARMS = {
     "tfdp-sockets": GroupArm("local", BOTH, tfdp_over("sockets")),
     "tfdp-mpi": GroupArm("mpi", BOTH, tfdp_over("mpi"), mpi_is_left_out),
     "tfdp-tensorflow": GroupArm("local", BOTH, tfdp_over("tensorflow")),
-    "tfdp-in-process": GroupArm(
-        "single", BOTH, _in_process, by_default=False, may_move=True
-    ),
-    f"tfdp-in-process{NO_SUMS}": GroupArm(
-        "single",
-        ("train",),
-        _without_sums(_in_process),
-        by_default=False,
-        may_move=True,
-    ),
-    f"tfdp-sockets{NO_SUMS}": GroupArm(
-        "local", ("train",), _without_sums(tfdp_over("sockets")), by_default=False
-    ),
 }
+
+
+def own_rows(array: np.ndarray, rank: int, workers: int) -> np.ndarray:
+    """One worker's rows of every global batch of `workers` local ones."""
+    shape = (BATCHES_IN_MEMORY, workers, LOCAL_BATCH, *array.shape[1:])
+    return array.reshape(shape)[:, rank].reshape(-1, *array.shape[1:])

@@ -17,7 +17,7 @@ class Case:
     Args:
       suite: "allreduce" times reductions of a list of gradients, "train" training
         steps, "execution" calls of several steps.
-      subject: a key of `gradient_sets.GRADIENT_SETS` or `subjects.MODELS`.
+      subject: a key of `gradient_sets.GRADIENT_SETS` or `MODELS`.
       quick_subject: the small one of `--quick`.
       arms: keys of `arms.ARMS`, in the order of the table.
       calls: reductions, steps or executions per arm and repeat.
@@ -91,22 +91,6 @@ CASES = {case.name: case for case in _ROWS}
 SUITES = tuple(dict.fromkeys(case.suite for case in _ROWS))
 # Executions run only by name.
 DEFAULT_SUITES = ("allreduce", "train")
-
-# Prefixes of suites, cases and arms that a script of the repository measures instead of
-# this command -> the script in the folder `benchmarks`.
-SCRIPTS = {
-    "checkpoint": "checkpoint",
-    "compression": "compression",
-    "epoch": "epochs",
-    "first-step": "first_step",
-    "links": "links",
-    "memory": "memory",
-    "network": "workers",
-    "prediction": "prediction",
-    "tfdp-mpi-": "workers",
-    "tfdp-sockets-": "workers",
-    "torch-": "workers",
-}
 
 
 def select_cases(

@@ -12,54 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import tensorflow as tf
 
-from tfdp.errors import CollectiveError
-from tfdp.tools.bench.gradient_sets import GRADIENT_SETS, describe_set
-from tfdp.tools.bench.one_process.arms import ARMS, STOCK_PREFIX
-from tfdp.tools.bench.one_process.interleave import time_in_turn
-from tfdp.tools.bench.one_process.sum_check import check_sum
-from tfdp.tools.bench.request import Request
-from tfdp.tools.bench.results import ArmResult, CaseResult
-
-
-def measure_reduction(request: Request, devices: list[str]) -> CaseResult:
-    """Runs an "allreduce" case in this process, with one replica per device.
-
-    Raises CollectiveError if sums are wrong; a stock arm is left out instead.
-    """
-    shapes = GRADIENT_SETS[request.subject_name]()
-    gradients = [
-        make_gradients(shapes, rank, device) for rank, device in enumerate(devices)
-    ]
-    reductions, left_out = {}, {}
-    for arm in request.arm_names:
-        strategy = ARMS[arm](devices)
-        try:
-            check_sums(arm, make_reduction(strategy, gradients)(), gradients)
-        except CollectiveError as error:
-            if not arm.startswith(STOCK_PREFIX):
-                raise
-            left_out[arm] = str(error)
-            continue
-        reduction = make_reduction(strategy, gradients, read=True)
-        for _ in range(request.warmup_calls):
-            reduction()
-        reductions[arm] = reduction
-    seconds = time_in_turn(
-        reductions,
-        repeats=request.repeats,
-        calls=request.calls,
-        finish=tf.test.experimental.sync_devices,
-    )
-    return CaseResult(
-        case=request.case.name,
-        suite=request.case.suite,
-        devices=len(devices),
-        subject=describe_set(request.subject_name, shapes),
-        settings=request.settings(),
-        arms={arm: ArmResult(tuple(figures)) for arm, figures in seconds.items()},
-        left_out=left_out,
-    )
-
 
 def make_gradients(
     shapes: Sequence[tuple[int, ...]], rank: int, device: str
@@ -110,14 +62,3 @@ def make_reduction(
         return [strategy.experimental_local_results(value) for value in sums]
 
     return reduce_all.get_concrete_function()
-
-
-def check_sums(
-    arm: str,
-    sums: Sequence[Sequence[tf.Tensor]],
-    gradients: Sequence[Sequence[tf.Variable]],
-) -> None:
-    """Raises CollectiveError if an arm's sums are wrong on any replica."""
-    for index, on_replicas in enumerate(sums):
-        parts = [mine[index].numpy() for mine in gradients]
-        check_sum(arm, index, parts, on_replicas)

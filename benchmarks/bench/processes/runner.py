@@ -9,13 +9,13 @@ import contextlib
 import os
 from collections.abc import Sequence
 
+from benchmarks.bench.processes.arms import GROUP_ARMS
+from benchmarks.bench.processes.group import Group
+from benchmarks.bench.request import Request
+from benchmarks.bench.results import ArmResult, CaseResult
 from tfdp.errors import CollectiveError
-from tfdp.tools.bench.one_process.interleave import turns
-from tfdp.tools.bench.processes.arms import GROUP_ARMS
-from tfdp.tools.bench.processes.group import Group
-from tfdp.tools.bench.processes.two_hosts import TwoHosts
-from tfdp.tools.bench.request import Request
-from tfdp.tools.bench.results import ArmResult, CaseResult
+from tfdp.tools.measuring.in_turn import turns
+from tfdp.tools.measuring.two_hosts import TwoHosts
 
 
 def measure_groups(

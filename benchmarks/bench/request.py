@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from tfdp.tools.bench.cases import Case
-from tfdp.tools.bench.processes.arms import GROUP_ARMS
+from benchmarks.bench.cases import Case
+from benchmarks.bench.processes.arms import GROUP_ARMS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +25,6 @@ class Request:
       intra_op_threads: threads of one TensorFlow op. With 1 a logical CPU stands for a
         core, and more devices for more hardware.
       warmup_calls: untimed calls per arm.
-      subject: overrides the case's own.
     """
 
     case: Case
@@ -37,7 +36,6 @@ class Request:
     device_type: str = "cpu"
     intra_op_threads: int = 1
     warmup_calls: int = 3
-    subject: str | None = None
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> Request:
@@ -59,8 +57,6 @@ class Request:
     @property
     def subject_name(self) -> str:
         """The gradient set or model to run."""
-        if self.subject is not None:
-            return self.subject
         return self.case.quick_subject if self.quick else self.case.subject
 
     @property

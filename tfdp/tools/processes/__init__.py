@@ -1,0 +1,1 @@
+"""Child processes of a tool: started, asked, and ended together."""
