@@ -59,7 +59,7 @@ def test_every_file_that_is_named_is_there():
 
 def test_the_reading_tour_takes_two_hours():
     page = REPOSITORY.joinpath("docs", "reading.md").read_text("utf-8")
-    tour = re.findall(r"^\| \d+ \| `(tfdp/[\w/]+\.py)` \| (to `(\w+)`)?", page, re.M)
+    tour = re.findall(r"^\| \d+ \| `(tfdp/[\w/]+\.py)` \| (up to `(\w+)`)?", page, re.M)
     lines = 0
     for path, _, until in tour:
         text = REPOSITORY.joinpath(path).read_text("utf-8")
