@@ -74,7 +74,7 @@ clean:
 	rm -rf $(VENV) $(SITE_VENV) build *.egg-info out/site-source out/site
 
 $(STAMP): setup.cfg pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install -e '.[$(EXTRA),examples,dev,tfds,grain]' -c constraints.txt
+	$(BIN)/python -m pip install -e '.[$(EXTRA),examples,dev,tfds,grain,plots]' -c constraints.txt
 	touch $@
 
 $(EXAMPLES_STAMP): setup.cfg pyproject.toml constraints.txt | $(BIN)/python

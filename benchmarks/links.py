@@ -30,7 +30,8 @@ from tfdp.cluster.machine import describe_machine
 from tfdp.files.asked_for import write_text_for
 from tfdp.hosts.socket_link import SocketLink
 from tfdp.plan.sum_ways import rounds
-from tfdp.tools.report.learning_curve import draw_page
+from tfdp.tools.report.html_page import html_page
+from tfdp.tools.report.plots import Chart, draw_chart
 
 # A ring for every sum; what the rule chooses.
 ARMS = ("ring", "chosen")
@@ -313,21 +314,25 @@ def _milliseconds(seconds: Sequence[float]) -> str:
 
 
 def _page(rows: Sequence[dict[str, Any]]) -> str:
-    panels = {
-        f"milliseconds of a sum of {4 * int(size):,} bytes": {
-            arm: [
-                1000 * statistics.median(row["sum_seconds"][size][arm]) for row in rows
-            ]
-            for arm in ARMS
-        }
+    charts = [
+        Chart(
+            f"milliseconds of a sum of {4 * int(size):,} bytes",
+            {
+                arm: [
+                    (
+                        str(row["workers"]),
+                        1000 * statistics.median(row["sum_seconds"][size][arm]),
+                    )
+                    for row in rows
+                ]
+                for arm in ARMS
+            },
+            "processes",
+        )
         for size in rows[0]["sum_seconds"]
-    }
-    return draw_page(
-        panels,
-        "Small sums over processes of one machine",
-        places=[str(row["workers"]) for row in rows],
-        place_name="processes",
-    )
+    ]
+    title = "Small sums over processes of one machine"
+    return html_page(title, *map(draw_chart, charts))
 
 
 if __name__ == "__main__":

@@ -142,7 +142,7 @@ def timeline(folder: pathlib.Path) -> None:
     data = tf.data.Dataset.from_tensors((x, y)).repeat()
 
     def of_host() -> dict[str, Any]:
-        drawn = tfdp.callbacks.StepTimeline(folder / "timeline.html", step=5)
+        drawn = tfdp.callbacks.StepTimeline(folder / "timeline.trace.json", step=5)
         model.fit(data, steps_per_epoch=6, verbose=0, callbacks=[drawn])
         return {
             "of the sums, beside computing": f"{drawn.hidden_share or 0:.0%}",
@@ -159,7 +159,7 @@ def timeline(folder: pathlib.Path) -> None:
 def _of_card(model: Any, data: Any, folder: pathlib.Path) -> dict[str, Any]:
     import tensorflow as tf
 
-    from tfdp.tools.report.timeline_page import both, joined, length
+    from tfdp.tools.runs.spans import both, joined, length
 
     scratch = tempfile.mkdtemp(prefix="one-gpu-")
     try:

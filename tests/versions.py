@@ -147,7 +147,7 @@ def make_environment(versions: Versions, folder: pathlib.Path) -> pathlib.Path:
     constraints.write_text(constraints_for_all(pins), "utf-8")
     _install(
         folder,
-        *("-c", constraints, "-e", f"{REPOSITORY}[examples,dev,tfds,grain]"),
+        *("-c", constraints, "-e", f"{REPOSITORY}[examples,dev,tfds,grain,plots]"),
         *versions.requirements(),
     )
     complete.touch()

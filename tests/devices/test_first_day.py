@@ -141,17 +141,17 @@ def test_a_notebook_has_its_kernel_restarted(monkeypatch):
         tfdp.quiet()
 
 
-def test_a_second_profiler_draws_nothing_and_ends_no_training(tmp_path, capsys):
-    pages = [tmp_path / "first.html", tmp_path / "second.html"]
-    callbacks = [tfdp.callbacks.StepTimeline(page, step=3) for page in pages]
+def test_a_second_profiler_writes_nothing_and_ends_no_training(tmp_path, capsys):
+    paths = [tmp_path / f"{name}.trace.json" for name in ("first", "second")]
+    callbacks = [tfdp.callbacks.StepTimeline(path, step=3) for path in paths]
     model = compiled(make_strategy(2))
     model.fit(X, X[:, :1], batch_size=4, verbose=0, callbacks=callbacks)
-    assert [page.exists() for page in pages] == [True, False]
+    assert [path.exists() for path in paths] == [True, False]
     assert "TensorFlow has one profiler" in capsys.readouterr().out
     # It was not left running.
-    again = tfdp.callbacks.StepTimeline(pages[1], step=3)
+    again = tfdp.callbacks.StepTimeline(paths[1], step=3)
     model.fit(X, X[:, :1], batch_size=4, verbose=0, callbacks=[again])
-    assert pages[1].exists()
+    assert paths[1].exists()
 
 
 def test_two_numbers_of_logical_cpus_are_refused():

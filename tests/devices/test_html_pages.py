@@ -1,4 +1,4 @@
-"""The pages of `tfdp plan`, `tfdp simulate` and `StepTimeline` fit a phone."""
+"""The pages of `tfdp plan` and `tfdp simulate` fit a phone."""
 
 import re
 import shutil
@@ -6,12 +6,11 @@ import subprocess
 
 import pytest
 
-from tfdp._private.step_trace import TraceEvent
+from tests.support.pictures import pictures_in
 from tfdp.tools.commands import cli
 from tfdp.tools.planning.answer import Answer
 from tfdp.tools.planning.memory_plan import MemoryPlan
 from tfdp.tools.planning.ways import Way
-from tfdp.tools.report.timeline_page import draw_timeline
 
 PHONE, SCREEN = 400, 1280
 LONG_NAME = "a/folder/with/a/long/name/and/another/one/in/it/train_a_model.py"
@@ -40,22 +39,10 @@ def plan_page():
     return Answer(LONG_NAME, plan, plan, ways).page()
 
 
-def timeline_page():
-    events = [
-        TraceEvent(
-            thread, f"StatefulPartitionedCall/replica_{rank}/x", 10.0 * rank, 5.0
-        )
-        for rank in range(12)
-        for thread in "abc"
-    ]
-    return draw_timeline(events, "Training step 5")
-
-
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages")
     (folder / "plan.html").write_text(plan_page())
-    (folder / "timeline.html").write_text(timeline_page())
     words = "simulate --hardware v100-100gbit --model resnet50 --devices 1 2 4 8 16"
     plot = str(folder / "simulate.html")
     assert cli.main([*words.split(), "--plot", plot]) == 0
@@ -66,25 +53,15 @@ def outside_of_scrolls(page):
     return re.sub(r'<div class="scrolls">.*?</div>', "", page, flags=re.S)
 
 
-@pytest.mark.parametrize("name", ["plan", "timeline", "simulate"])
+@pytest.mark.parametrize("name", ["plan", "simulate"])
 def test_what_is_wider_than_a_phone_shrinks_or_scrolls(name, pages):
     page = (pages / f"{name}.html").read_text("utf-8")
     assert '<meta name="viewport" content="width=device-width">' in page
-    assert "svg[viewBox] { max-width: 100%; height: auto; }" in page
+    assert "img { max-width: 100%; height: auto; }" in page
     assert ".scrolls { overflow-x: auto; }" in page
     rest = outside_of_scrolls(page)
     assert "<table" not in rest and "<pre" not in rest
-    for svg in re.findall(r"<svg [^>]*>", rest):
-        assert "viewBox=" in svg or 'width="100%"' in svg
-
-
-def test_lanes_are_named_after_replicas():
-    lanes = re.findall(r'<text x="4"[^>]*>([^<]*)<', timeline_page())
-    assert lanes[:4] == [
-        *("replica 0", "replica 0, thread 2", "replica 0, thread 3", "replica 1")
-    ]
-    # A letter is some 6 pixels wide, and the boxes begin at 130.
-    assert 4 + 6 * max(map(len, lanes)) <= 130
+    assert len(pictures_in(page)) >= 1
 
 
 def test_a_way_that_computes_no_more_has_no_minus_before_its_zero():
@@ -96,7 +73,7 @@ def test_a_way_that_computes_no_more_has_no_minus_before_its_zero():
 def test_a_browser_needs_no_sideways_scrolling(pages):
     frames = [
         [f"{name}.html", width]
-        for name in ("plan", "timeline", "simulate")
+        for name in ("plan", "simulate")
         for width in (PHONE, SCREEN)
     ]
     (pages / "frames.html").write_text(FRAMES.format(frames=frames))

@@ -252,7 +252,10 @@ def test_a_trace_in_the_same_directory_shows_overlap(tmp_path, capsys):
         model = keras.Sequential([keras.Input((512,)), *layers])
         model.compile("sgd", "mse", jit_compile=False)
     x = np.random.default_rng(0).normal(size=(320, 512)).astype("float32")
-    callbacks = [RunRecord(tmp_path), StepTimeline(tmp_path / "step.html", step=5)]
+    callbacks = [
+        RunRecord(tmp_path),
+        StepTimeline(tmp_path / "step.trace.json", step=5),
+    ]
     model.fit(x, x, batch_size=64, epochs=2, verbose=0, callbacks=callbacks)
     assert main(["report", str(tmp_path)]) == 0
     assert "of exchanges behind computing" in capsys.readouterr().out

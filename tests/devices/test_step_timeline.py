@@ -1,8 +1,7 @@
-"""A training step as a picture: the exchanges are found in it."""
+"""The trace of a training step: its format, and the exchanges in it."""
 
 import dataclasses
 import json
-import re
 
 import keras
 import pytest
@@ -11,9 +10,9 @@ import tensorflow as tf
 import tfdp
 from tests.support.parity import classification_data, dense_model, make_strategy
 from tfdp.errors import ConfigurationError
-from tfdp.tools.report.timeline_page import (
+from tfdp.tools.runs.traces import (
+    ENDING,
     chrome_trace,
-    draw_timeline,
     hidden_share,
     kind_of,
     seconds_by_kind,
@@ -28,15 +27,39 @@ class Op:
     duration_us: float
 
 
+def check_format(trace):
+    """Checks the rules of the Trace Event Format for the two kinds of events in use."""
+    assert trace["displayTimeUnit"] in ("ms", "ns")
+    for event in trace["traceEvents"]:
+        assert isinstance(event["name"], str) and isinstance(event["args"], dict)
+        assert type(event["pid"]) is int and type(event["tid"]) is int
+        if event["ph"] == "X":
+            assert isinstance(event["cat"], str)
+            for time_us in (event["ts"], event["dur"]):
+                assert isinstance(time_us, (int, float)) and time_us >= 0
+        else:
+            assert event["ph"] == "M"
+            assert event["name"] in ("process_name", "thread_name")
+            assert isinstance(event["args"]["name"], str)
+    # Each process and thread with events has one name.
+    named = {
+        what: [(e["pid"], e["tid"]) for e in trace["traceEvents"] if e["name"] == what]
+        for what in ("process_name", "thread_name")
+    }
+    rows = {(e["pid"], e["tid"]) for e in trace["traceEvents"] if e["ph"] == "X"}
+    assert sorted(named["thread_name"]) == sorted(rows)
+    pids = [pid for pid, _ in named["process_name"]]
+    assert sorted(pids) == sorted({pid for pid, _ in rows})
+
+
 def check_trace(trace, drawn, marks):
-    """What Perfetto reads: named processes and threads, events that follow them."""
+    """Checks names, the begin at 0, and that each exchange is found on each replica."""
+    check_format(trace)
     events = trace["traceEvents"]
     complete = [event for event in events if event["ph"] == "X"]
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert {"host, replica 0", "host, replica 1"} <= set(names.values())
-    threads = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
-    assert {(e["pid"], e["tid"]) for e in complete} == threads
-    assert min(e["ts"] for e in complete) == 0 and all(e["dur"] >= 0 for e in complete)
+    assert min(e["ts"] for e in complete) == 0
     for kind in drawn:
         ranks = {
             e["args"]["replica"]
@@ -52,27 +75,21 @@ def test_a_host_among_several_names_its_replicas():
         Op("b", "StatefulPartitionedCall/dense/MatMul:MatMul", 4.0, 1.0),
         Op("b", "IteratorGetNext:IteratorGetNext", 3.0, 1.0),
     ]
-    trace = json.loads(chrome_trace(ops, host=1, hosts=2, first_rank=2))
+    trace = json.loads(chrome_trace(ops, steps="step 5", host=1, hosts=2, first_rank=2))
+    check_format(trace)
+    assert trace["otherData"] == {"steps": "step 5"}
     events = trace["traceEvents"]
     assert [e["args"]["replica"] for e in events if e["ph"] == "X"] == [3, 2, None]
     named = {e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert named == {"host 1, input", "host 1, replica 2", "host 1, replica 3"}
-    page = draw_timeline(ops, "t", first_rank=2)
-    assert "replica 3, StatefulPart" in page
-    # A thread that ran two replicas' ops is in the lanes of both.
-    assert re.findall('<text x="4"[^>]*>([^<]*)<', page) == [
-        *("input", "replica 2", "replica 3")
-    ]
-    page = draw_timeline(
-        [*ops, dataclasses.replace(ops[1], thread="c")], "t", first_rank=2
-    )
-    assert ">replica 2, thread 2</text>" in page
+    times = [(e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
+    assert times == [(2.0, 2.0), (1.0, 1.0), (0.0, 1.0)]
 
 
 def test_a_run_that_is_too_short_says_so(tmp_path, capsys):
     model = dense_model()
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    timeline = tfdp.callbacks.StepTimeline(tmp_path / "step.html")
+    timeline = tfdp.callbacks.StepTimeline(tmp_path / "step.trace.json")
     x, y = classification_data(96)
     model.fit(x, y, batch_size=24, verbose=0, callbacks=[timeline])
     said = capsys.readouterr().out
@@ -88,8 +105,8 @@ def test_a_run_that_is_too_short_says_so(tmp_path, capsys):
         ("parameters", ["gather", "scatter"], ["sum"]),
     ],
 )
-def test_a_step_is_drawn_with_its_exchanges(tmp_path, capsys, shard, drawn, absent):
-    page = tmp_path / "step.html"
+def test_a_step_is_traced_with_its_exchanges(tmp_path, capsys, shard, drawn, absent):
+    path = tmp_path / "step.trace.json"
     with make_strategy(2, shard=shard).scope():
         model = dense_model()
         model.compile(
@@ -98,9 +115,9 @@ def test_a_step_is_drawn_with_its_exchanges(tmp_path, capsys, shard, drawn, abse
             jit_compile=False,
         )
     x, y = classification_data(96)
-    timeline = tfdp.callbacks.StepTimeline(page, step=3)
+    timeline = tfdp.callbacks.StepTimeline(path, step=3)
     model.fit(x, y, batch_size=24, verbose=0, callbacks=[timeline])
-    text = page.read_text()
+    text = path.read_text()
     marks = {"sum": "all_reduce", "gather": "all_gather", "scatter": "reduce_scatter"}
     for kind in drawn:
         assert f"tfdp_{marks[kind]}/" in text
@@ -108,8 +125,8 @@ def test_a_step_is_drawn_with_its_exchanges(tmp_path, capsys, shard, drawn, abse
         assert f"tfdp_{marks[kind]}/" not in text
     assert 0 <= timeline.hidden_share <= 1
     out = capsys.readouterr().out
-    assert str(page) in out and str(tmp_path / "step.trace.json") in out
-    check_trace(json.loads(timeline.trace_path.read_text()), drawn, marks)
+    assert str(path) in out and "https://ui.perfetto.dev" in out
+    check_trace(json.loads(text), drawn, marks)
     assert timeline.seconds["update of weights"] > 0
     assert timeline.seconds["computing"] > 0
     for kind in ("gather of weights", "scatter of gradients", "sum of gradients"):
@@ -126,8 +143,8 @@ def test_a_step_is_drawn_with_its_exchanges(tmp_path, capsys, shard, drawn, abse
         (9, (9, 11)),
     ],
 )
-def test_steps_that_run_together_are_drawn_together(tmp_path, capsys, step, drawn):
-    page = tmp_path / "step.html"
+def test_steps_that_run_together_are_traced_together(tmp_path, capsys, step, drawn):
+    path = tmp_path / "step.trace.json"
     with make_strategy(1).scope():
         model = dense_model()
         model.compile(
@@ -136,12 +153,12 @@ def test_steps_that_run_together_are_drawn_together(tmp_path, capsys, step, draw
             jit_compile=False,
             steps_per_execution=3,
         )
-    timeline = tfdp.callbacks.StepTimeline(page, step=step)
+    timeline = tfdp.callbacks.StepTimeline(path, step=step)
     x, y = classification_data(32)
     model.fit(x, y, batch_size=4, epochs=2, verbose=0, callbacks=[timeline])
-    assert timeline.drawn_steps == drawn
+    assert timeline.traced_steps == drawn
     words = f"steps {drawn[0]} to {drawn[1]}"
-    assert f"Training {words}" in page.read_text()
+    assert json.loads(path.read_text())["otherData"] == {"steps": words}
     assert f"timeline of {words}" in capsys.readouterr().out
 
 
@@ -193,7 +210,7 @@ def test_the_update_of_any_optimizer_is_timed(tmp_path, build, optimizer):
         model = build()
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(optimizer(), loss, jit_compile=False)
-    timeline = tfdp.callbacks.StepTimeline(tmp_path / "step.html", step=3)
+    timeline = tfdp.callbacks.StepTimeline(tmp_path / "step.trace.json", step=3)
     x, y = classification_data(96)
     model.fit(x, y, batch_size=24, verbose=0, callbacks=[timeline])
     assert timeline.seconds["update of weights"] > 0
@@ -216,25 +233,25 @@ def test_ops_are_known_by_their_scopes(name, kind):
     assert seconds_by_kind([Op("a", name, 0, 2e6)], ["adam"])[kind] == 2.0
 
 
-def test_names_are_text_in_the_page():
-    page = draw_timeline([Op("a", "<op> & more:Add", 5, 1)], "a < b")
-    assert "&lt;op&gt; &amp; more:Add" in page and "a &lt; b" in page
-    assert (
-        '<div class="scrolls">\n<svg' in page
-    )  # on a phone it does not widen the page
-
-
 @pytest.mark.parametrize("step", [0, 1, True, 2.0])
 def test_the_first_step_is_refused(step):
     with pytest.raises(ConfigurationError, match="at least 2"):
         tfdp.callbacks.StepTimeline(step=step)
 
 
-def test_a_page_that_cannot_be_is_refused_before_training(tmp_path):
+def test_a_path_that_cannot_be_is_refused_before_training(tmp_path):
     model = dense_model()
     model.compile("sgd", "sparse_categorical_crossentropy")
     x, y = classification_data(8)
-    for path in (tmp_path / "missing" / "x.html", tmp_path, "/dev/full", ""):
+    taken = tmp_path / f"taken{ENDING}"
+    taken.mkdir()
+    for path in (tmp_path / "missing" / f"x{ENDING}", taken):
         timeline = tfdp.callbacks.StepTimeline(path)
         with pytest.raises(ConfigurationError, match="^StepTimeline: path "):
             model.fit(x, y, verbose=0, callbacks=[timeline])
+
+
+@pytest.mark.parametrize("path", ["timeline.html", "/dev/full", "", "trace.json"])
+def test_a_path_with_another_ending_is_refused(path):
+    with pytest.raises(ConfigurationError, match=r"must end in \.trace\.json"):
+        tfdp.callbacks.StepTimeline(path)

@@ -43,7 +43,7 @@ def test_a_script_in_a_memory_that_is_too_small(tmp_path):
     found = json.loads(values.read_text("utf-8"))
     assert found["plan"]["parts"]["weights"] == pytest.approx(260_000, abs=64)
     assert found["plan"]["fits"] is False
-    assert "<svg" in page.read_text("utf-8")
+    assert "<img" in page.read_text("utf-8")
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def test_one_trial_of_a_script(script, tmp_path):
     assert Setting.from_json(found["winner"]) == DEFAULTS
     assert found["place"]["automatic_engine"] == "in_process"
     assert found["trials"][0]["speed"] > 0
-    assert "<svg" in page.read_text("utf-8")
+    assert "<img" in page.read_text("utf-8")
 
 
 @pytest.mark.worth_seconds(8)

@@ -3,9 +3,9 @@
 import dataclasses
 import json
 
-from tfdp.tools.report.timeline_page import chrome_trace
 from tfdp.tools.runs.entries import End, Epoch, Start, Steps
 from tfdp.tools.runs.run_file import RunFile, steps_of_line
+from tfdp.tools.runs.traces import chrome_trace
 
 STEP_SECONDS, EXCHANGE_SECONDS, BETWEEN_SECONDS = 0.04, 0.004, 0.001
 BATCH, BETWEEN_BYTES, WITHIN_BYTES = 32, 4_000_000, 8_000_000

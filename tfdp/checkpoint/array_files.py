@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shutil
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,7 +21,7 @@ import numpy as np
 from tfdp.checkpoint.parts import damage_as_data_error
 from tfdp.checks import is_whole
 from tfdp.cluster.scratch import scratch_folder
-from tfdp.data.places import Place, RemotePath, open_binary
+from tfdp.data.places import Place, RemotePath
 from tfdp.errors import DataError
 from tfdp.files.atomic import replaced
 from tfdp.files.checked_json import is_count, parse_json
@@ -201,11 +202,11 @@ def open_arrays(
             if found != size_bytes:
                 raise ValueError(f"it has {found} bytes, not {size_bytes}")
             local = stack.enter_context(_local(place))
-            with open_binary(local) as file:
-                length = _header_bytes(file, found)
+            with local.open("rb") as begin:
+                length = _header_bytes(begin, found)
                 # The library validates the header.
                 with safe_open(local, "np"):
-                    places = _places(file.read(length), LENGTH_BYTES + length)
+                    places = _places(begin.read(length), LENGTH_BYTES + length)
             file = stack.enter_context(contextlib.closing(DirectReader(local)))
             facts = parse_json(_bytes_of(file, *places[FACTS]))
             for key, value in identity.items():
@@ -252,7 +253,6 @@ def _local(place: Place) -> Iterator[Path]:
         return
     with scratch_folder() as folder:
         local = Path(folder) / "arrays"
-        with place.open() as source, local.open("wb") as target:
-            while block := source.read(BLOCK_BYTES):
-                target.write(block)
+        with place.open("rb") as source, local.open("wb") as target:
+            shutil.copyfileobj(source, target, BLOCK_BYTES)
         yield local

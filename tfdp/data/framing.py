@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import google_crc32c
 
-from tfdp.data.places import Place, open_binary
+from tfdp.data.places import Place
 
 HEADER_BYTES, FOOTER_BYTES = 12, 4
 BLOCK_BYTES = 2**20
@@ -58,7 +58,7 @@ def scan_records(
     """
     digest = hashlib.blake2b(digest_size=16)
     records = position = 0
-    with open_binary(path) as file:
+    with path.open("rb") as file:
         blocks: Iterable[bytes] = iter(functools.partial(file.read, BLOCK_BYTES), b"")
         stream = _Stream(_inflated(blocks) if compression else blocks)
         try:
@@ -86,7 +86,7 @@ def digest_of_ends(path: Place) -> str:
     """16 hexadecimal digits over the first and the last 4 KiB: two short reads."""
     size_bytes = path.stat().st_size
     digest = hashlib.blake2b(digest_size=8)
-    with open_binary(path) as file:
+    with path.open("rb") as file:
         digest.update(file.read(END_BYTES))
         file.seek(max(0, size_bytes - END_BYTES))
         digest.update(file.read(END_BYTES))

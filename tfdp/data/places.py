@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fnmatch
 import functools
@@ -27,22 +28,27 @@ class Size(NamedTuple):
     st_mtime: float
 
 
-def _translates_errors(method: Method) -> Method:
+@contextlib.contextmanager
+def _translated_errors(place: RemotePath) -> Iterator[None]:
     """Turns TensorFlow's errors into those of a local path, or a `DataError`."""
+    import tensorflow as tf
 
+    try:
+        yield
+    except tf.errors.NotFoundError as error:
+        raise FileNotFoundError(f"there is no {place}") from error
+    except tf.errors.OpError as error:
+        raise DataError(
+            f"{place} cannot be used ({type(error).__name__}: {error.message}); "
+            "check that the bucket exists and that this machine may use it"
+        ) from error
+
+
+def _translates_errors(method: Method) -> Method:
     @functools.wraps(method)
-    def checked(self: RemotePath | RemoteFile, *args: Any, **kwargs: Any) -> Any:
-        import tensorflow as tf
-
-        try:
+    def checked(self: RemotePath, *args: Any, **kwargs: Any) -> Any:
+        with _translated_errors(self):
             return method(self, *args, **kwargs)
-        except tf.errors.NotFoundError as error:
-            raise FileNotFoundError(f"there is no {self}") from error
-        except tf.errors.OpError as error:
-            raise DataError(
-                f"{self} cannot be used ({type(error).__name__}: {error.message}); "
-                "check that the bucket exists and that this machine may use it"
-            ) from error
 
     return checked  # type: ignore[return-value]
 
@@ -97,15 +103,18 @@ class RemotePath:
         names = [name.rstrip("/") for name in _gfile().listdir(self._url)]
         return (self / name for name in fnmatch.filter(names, pattern))
 
-    @_translates_errors
+    @contextlib.contextmanager
+    def open(self, mode: str) -> Iterator[Any]:
+        """Opens the file; an object of a store appears when it is complete."""
+        with _translated_errors(self), _gfile().GFile(self._url, mode) as file:
+            yield file
+
     def read_text(self) -> str:
-        with _gfile().GFile(self._url, "r") as file:
+        with self.open("r") as file:
             return file.read()
 
-    @_translates_errors
     def write_text(self, text: str) -> int:
-        """Writes the file; on object stores it appears when it is complete."""
-        with _gfile().GFile(self._url, "w") as file:
+        with self.open("w") as file:
             file.write(text)
         return len(text)
 
@@ -113,9 +122,6 @@ class RemotePath:
     def stat(self) -> Size:
         found = _gfile().stat(self._url)
         return Size(found.length, found.mtime_nsec / 1e9)
-
-    def open(self) -> RemoteFile:
-        return RemoteFile(self._url)
 
     @_translates_errors
     def replace(self, target: str | os.PathLike[str]) -> None:
@@ -126,51 +132,16 @@ class RemotePath:
         _gfile().makedirs(self._url)
 
     def unlink(self, missing_ok: bool = False) -> None:
-        try:
-            self._remove()
-        except FileNotFoundError:
-            if not missing_ok:
-                raise
-
-    @_translates_errors
-    def _remove(self) -> None:
-        _gfile().remove(self._url)
+        ignored = (FileNotFoundError,) if missing_ok else ()
+        with contextlib.suppress(*ignored), _translated_errors(self):
+            _gfile().remove(self._url)
 
     @_translates_errors
     def remove_all(self) -> None:
         _gfile().rmtree(self._url)
 
 
-class RemoteFile:
-    """A file behind a URL, opened to read bytes."""
-
-    def __init__(self, url: str):
-        self._url, self._file = url, _gfile().GFile(url, "rb")
-
-    def __str__(self) -> str:
-        return self._url
-
-    @_translates_errors
-    def read(self, count: int) -> bytes:
-        return self._file.read(count)
-
-    @_translates_errors
-    def seek(self, position: int) -> None:
-        self._file.seek(position)
-
-    def __enter__(self) -> RemoteFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-
 Place = Path | RemotePath
-
-
-def open_binary(place: Place) -> Any:
-    """Opens a file to read bytes, with `read` and `seek`."""
-    return place.open() if isinstance(place, RemotePath) else place.open("rb")
 
 
 def _gfile() -> Any:
@@ -210,12 +181,10 @@ def place_of(path: str | os.PathLike[str]) -> Place:
 def matching_files(pattern: str | os.PathLike[str]) -> list[Place]:
     """The files whose whole path matches, sorted by name."""
     place = place_of(pattern)
-    if isinstance(place, RemotePath):
-        find = _translates_errors(lambda place: _gfile().glob(os.fspath(place)))
-        try:
-            found: list[Any] = [RemotePath(url) for url in find(place)]
-        except FileNotFoundError:
-            return []
-    else:
+    found: list[Any] = []
+    if isinstance(place, Path):
         found = [Path(path) for path in glob.glob(os.fspath(pattern))]
+    else:
+        with contextlib.suppress(FileNotFoundError), _translated_errors(place):
+            found = [RemotePath(url) for url in _gfile().glob(os.fspath(place))]
     return sorted(path for path in found if path.is_file())

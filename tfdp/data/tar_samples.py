@@ -22,7 +22,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
-from tfdp.data.places import Place, open_binary
+from tfdp.data.places import Place
 
 #: Of all files of a sample, as a training holds many samples in memory.
 MOST_SAMPLE_BYTES = 1 << 30
@@ -94,7 +94,7 @@ def tar_samples(path: Place, *, keeps: bool = True) -> Iterator[dict[str, Any]]:
     sample: dict[str, Any] = {}
     try:
         with (
-            open_binary(path) as packed,
+            path.open("rb") as packed,
             _unpacked(packed) as unpacked,
             tarfile.open(
                 fileobj=cast(Any, file := _Metered(unpacked)), mode="r|"

@@ -27,7 +27,7 @@ from tfdp.data.index import (
     find_index,
     require_container,
 )
-from tfdp.data.places import Place, open_binary, place_of
+from tfdp.data.places import Place, place_of
 from tfdp.errors import ConfigurationError, DataError
 from tfdp.files.atomic import PREFIX
 from tfdp.progress_bar import progress_bar
@@ -270,7 +270,7 @@ def index_tfrecords(
         fault = describe_fault(path, file, compression)
         fault = fault or _describe_content_fault(path, features, compression)
         if fault and not compression:
-            with open_binary(path) as opened:
+            with path.open("rb") as opened:
                 if opened.read(len(GZIP_MAGIC)) == GZIP_MAGIC:
                     fault = (
                         f"{path} is packed by gzip: index it with compression='GZIP'."

@@ -25,6 +25,7 @@ from tfdp.tools.commands.plan_model import (
     load_model,
     parse_model,
 )
+from tfdp.tools.report.plots import require_matplotlib
 
 FITS, DOES_NOT_FIT, FAILED = 0, 1, 2
 # Those of `tfdp.remat`, whose import would load TensorFlow.
@@ -76,6 +77,8 @@ def run(options: argparse.Namespace) -> int:
     memory_bytes = None if options.memory is None else bytes_of(options.memory)
     sharding = _sharding(options)
     check_output_paths({"--json": options.json, "--page": options.page})
+    if options.page is not None:
+        require_matplotlib()
     target = parse_model(options.model, options.arguments, options.batch)
     check_model(target)
     with errors_of_target("the model's step could not be traced"):

@@ -53,14 +53,16 @@ def run(options: argparse.Namespace) -> int:
     print("\n\n".join(summary(facts) for _, facts in found))
     if len(found) > 1:
         print(f"\n{compared(found)}")
+    if options.json is not None:
+        values = {name: facts.to_json() for name, facts in found}
+        write_json_for("--json", options.json, values)
+    # Last, because it may lack matplotlib.
+    if len(found) > 1:
         text = draw_comparison(found, " vs ".join(names))
     else:
         folder = os.path.relpath(options.runs[0], page.absolute().parent)
         text = draw_run(found[0][1], f"Run {names[0]}", folder)
     write_text_for("--page", page, text)
-    if options.json is not None:
-        values = {name: facts.to_json() for name, facts in found}
-        write_json_for("--json", options.json, values)
     print(f"\npage with charts: {printable(str(page.absolute()))}")
     return 0
 

@@ -8,14 +8,15 @@ import json
 import math
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from tfdp.errors import ConfigurationError
 from tfdp.files.asked_for import check_output_path, write_text_for
 from tfdp.files.checked_json import finite
-from tfdp.tools.report.learning_curve import draw_page
+from tfdp.tools.report.html_page import html_page
+from tfdp.tools.report.plots import Chart, draw_chart, require_matplotlib
 from tfdp.tools.report.text import format_table
 from tfdp.tools.simulator.failures import Jitter, Reliability
 from tfdp.tools.simulator.known import HARDWARE, MODELS
@@ -116,6 +117,8 @@ def run(options: argparse.Namespace) -> int:
         print(known_names() if options.list else published_table())
         return 0
     check_output_path("--plot", options.plot)
+    if options.plot is not None:
+        require_matplotlib()
     training = training_of(options)
     devices = options.devices or device_counts(
         1, MOST_DEVICES, training.machine.devices_per_host
@@ -338,12 +341,6 @@ def policies_table(
     return "\n".join([heading, "", format_table(rows, left=(0,))])
 
 
-# For the page's legends, which have little room.
-SHORT = "compute cores sums waiting input saving failures".split()
-SHORT_NAMES = dict(zip(PARTS, SHORT, strict=True))
-LINES_OF_A_PANEL = 4
-
-
 def curve_table(training: Training, curve: Sequence[StepPrediction]) -> str:
     """A row for each number of devices, with the shares of parts that take any time."""
     shown = _parts_of(curve)
@@ -402,27 +399,31 @@ def curve_values(training: Training, curve: Sequence[StepPrediction]) -> dict[st
 
 def curve_page(training: Training, curve: Sequence[StepPrediction]) -> str:
     """An HTML page: efficiency, samples per second, and the parts of a step."""
-    shown = _parts_of(curve)
     one = training.compute.samples / training.compute.seconds
-    panels: dict[str, dict[str, Sequence[float]]] = {
-        "efficiency, %": {"": [100 * step.efficiency for step in curve]},
-        "samples per second, logarithm to base 10": {
-            "linear": [math.log10(one * step.devices) for step in curve],
-            "predicted": [_log10(step.samples_per_second) for step in curve],
-        },
-    }
-    for first in range(0, len(shown), LINES_OF_A_PANEL):
-        # Panels need distinct names.
-        more = ", more of it" if first else ""
-        panels[f"share of a step, %{more}"] = {
-            SHORT_NAMES[part]: [100 * _shares(step)[part] for step in curve]
-            for part in shown[first : first + LINES_OF_A_PANEL]
+
+    def chart(title: str, lines: Mapping[str, Sequence[float]]) -> str:
+        devices = [_short(step.devices) for step in curve]
+        points = {
+            name: list(zip(devices, values, strict=True))
+            for name, values in lines.items()
         }
-    return draw_page(
-        panels,
+        return draw_chart(Chart(title, points, "devices"))
+
+    shares = [_shares(step) for step in curve]
+    return html_page(
         f"{training.model.name} on {training.machine.name}",
-        places=[_short(step.devices) for step in curve],
-        place_name="devices",
+        chart("efficiency, %", {"": [100 * step.efficiency for step in curve]}),
+        chart(
+            "samples per second, logarithm to base 10",
+            {
+                "linear": [math.log10(one * step.devices) for step in curve],
+                "predicted": [_log10(step.samples_per_second) for step in curve],
+            },
+        ),
+        chart(
+            "share of a step, %",
+            {part: [100 * of[part] for of in shares] for part in _parts_of(curve)},
+        ),
     )
 
 

@@ -25,8 +25,8 @@ from tfdp.tools.commands.plan_model import BATCH_HELP, FORMS, check_model, parse
 from tfdp.tools.commands.tune_processes import TrialFailed, Trials
 from tfdp.tools.commands.tune_run import Finished, TuneRun, batch_of_script, what_fits
 from tfdp.tools.processes.children import ended_together
-from tfdp.tools.report.charts import PART_BARS_STYLE, part_bars
-from tfdp.tools.report.html_page import html_page, legend
+from tfdp.tools.report.html_page import html_page
+from tfdp.tools.report.plots import draw_bars, require_matplotlib
 from tfdp.tools.tune.space import LOSSY, Place, Setting, knobs_of
 from tfdp.tools.tune.tuning import Trial
 from tfdp.tools.tune.words import changes_in_words
@@ -106,6 +106,8 @@ def _run_of(options: argparse.Namespace) -> TuneRun:
                 f"{value!r}."
             )
     check_output_paths({"--json": options.json, "--page": options.page})
+    if options.page is not None:
+        require_matplotlib()
     gpus = len(own_gpus(os.environ))
     each = max(1, (gpus or usable_cores()) // options.workers)
     # The likely choice of `engine="auto"`, until the first trial reports it.
@@ -186,12 +188,10 @@ def draw_trials(
     return html_page(
         title,
         f"<pre><b>{code}</b></pre>",
-        legend(COLOURS),
         _chart(trials, winner),
         "<p>Bars: samples per second, in the final rounds if there were any, else in "
         "the search. Black: from the slowest to the fastest round.</p>",
         f"<h2>Log</h2>\n<pre>{log}</pre>",
-        style=PART_BARS_STYLE,
     )
 
 
@@ -208,4 +208,5 @@ def _chart(trials: Sequence[Trial], winner: Setting) -> str:
         bars.append((name, f"{speed:,.1f}", {kind: speed}))
         if len(trial.rounds) > 1:
             ranges[name] = min(trial.rounds), max(trial.rounds)
-    return part_bars(bars, COLOURS, "samples per second", ranges=ranges)
+    unit = "samples per second"
+    return draw_bars("Speed of each trial", bars, COLOURS, unit, ranges=ranges)

@@ -9,8 +9,8 @@ from typing import Any
 
 from tfdp.tools.planning.memory_plan import MemoryPlan
 from tfdp.tools.planning.ways import Way
-from tfdp.tools.report.charts import LIMIT_COLOUR, PART_BARS_STYLE, part_bars
-from tfdp.tools.report.html_page import TABLE_STYLE, html_page, html_table, legend
+from tfdp.tools.report.html_page import TABLE_STYLE, html_page, html_table
+from tfdp.tools.report.plots import draw_bars
 from tfdp.tools.report.text import format_table
 
 WAY_TITLES = (
@@ -117,7 +117,7 @@ class Answer:
         }
 
     def page(self) -> str:
-        """An HTML page: bars in SVG, no script, no other file."""
+        """An HTML page: bars and tables, no script, no other file."""
         bars = [_bar(f"{self.plan.local_rows} rows", self.plan)]
         if self.largest is not None:
             name = f"{_at_least(self.largest)} rows, the most that fit"
@@ -129,17 +129,16 @@ class Answer:
         ]
         shown = {part for *_, parts in bars for part in parts}
         colours = {part: colour for part, colour in COLOURS.items() if part in shown}
-        limit, marks = None, dict[str, str]()
+        limit = None
         if self.plan.memory_bytes is not None:
-            limit = self.plan.memory_bytes / 1e6
-            marks = {f"memory: {limit:,.0f} MB": LIMIT_COLOUR}
+            memory_mb = self.plan.memory_bytes / 1e6
+            limit = f"memory: {memory_mb:,.0f} MB", memory_mb
         return html_page(
             f"tfdp plan: {self.model}",
             f"<p>{html.escape(self.sentence)}</p>",
-            legend({**colours, **marks}),
-            part_bars(bars, colours, "MB", limit=limit),
+            draw_bars("Memory of a replica", bars, colours, "MB", limit=limit),
             *(html_table(*table) for table in tables if table[2]),
-            style=TABLE_STYLE + PART_BARS_STYLE,
+            style=TABLE_STYLE,
         )
 
 

@@ -1,4 +1,4 @@
-"""Renders a run as one HTML page: charts in SVG, no script, no other file."""
+"""Renders a run as one HTML page: with its pictures, no script, no other file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import time
 import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
 
-from tfdp.tools.report.charts import PART_BARS_STYLE
 from tfdp.tools.report.html_page import TABLE_STYLE, html_page, html_table
 from tfdp.tools.report.text import format_bytes, format_seconds
 from tfdp.tools.runs import in_words, pictures
@@ -15,13 +14,11 @@ from tfdp.tools.runs.facts import Facts
 
 STYLE = (
     TABLE_STYLE
-    + PART_BARS_STYLE
     + """\
 body { max-width: 1400px; margin: 20px; }
 h2 { margin: 28px 0 8px; font-size: 19px; }
 table { border-collapse: collapse; }
 .pictures { display: flex; flex-wrap: wrap; gap: 12px 0; }
-.pictures svg { max-width: 100%; height: auto; }
 .wide { overflow-x: auto; }
 .wide:not(.words) td { white-space: nowrap; }
 .words td, .words th { text-align: left; vertical-align: top; }

@@ -1,4 +1,4 @@
-"""The charts of a run, each as HTML for its page."""
+"""The pictures of a run, each as HTML for its page."""
 
 from __future__ import annotations
 
@@ -7,16 +7,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from tfdp.tools.report.charts import (
-    COLOURS,
-    Chart,
-    Point,
-    draw_chart,
-    part_bars,
-    thinned,
-)
-from tfdp.tools.report.html_page import legend
-from tfdp.tools.report.learning_curve import draw_panel
+from tfdp.tools.report.plots import Chart, Point, draw_bars, draw_chart, thinned
 from tfdp.tools.report.text import format_seconds
 from tfdp.tools.runs.facts import Facts, Rate, epochs_of, merged
 from tfdp.tools.runs.together import COMPUTING, FIRST, PARTS, WAITING
@@ -35,7 +26,7 @@ TRACE_COLOURS = {
 MOST_BARS, MOST_PANELS = 64, 24
 # Points of a rate; finer ones show noise.
 MOST_RATES = 100
-MOST_RUNS = len(COLOURS)
+MOST_LINES = 4
 # (from this many seconds on, seconds of the unit, its name)
 UNITS = ((172800, 86400.0, "days"), (7200, 3600.0, "hours"), (120, 60.0, "min"))
 
@@ -43,7 +34,7 @@ UNITS = ((172800, 86400.0, "days"), (7200, 3600.0, "hours"), (120, 60.0, "min"))
 def rate_pictures(facts: Facts) -> list[str]:
     """Samples per second, and the duration of a step, over the run's time."""
     unit, name = _time_unit(facts.seconds)
-    marks = [(start.from_seconds / unit, "started again") for start in facts.starts[1:]]
+    restarts = [start.from_seconds / unit for start in facts.starts[1:]]
     rates, steps = list[Point](), list[Point]()
     known = facts.samples_per_second is not None
     rate_name = "samples per second" if known else "steps per second"
@@ -57,7 +48,7 @@ def rate_pictures(facts: Facts) -> list[str]:
             rates += [(end_seconds / unit, speed) for end_seconds in ends]
             steps += [(end_seconds / unit, step_ms) for end_seconds in ends]
     return [
-        draw_chart(Chart(title, {"": points}, name, marks=marks, from_zero=True))
+        draw_chart(Chart(title, {"": points}, name, restarts, from_zero=True))
         for title, points in ((rate_name, rates), ("ms per step", steps))
         if points
     ]
@@ -72,7 +63,7 @@ def part_picture(facts: Facts) -> str:
         share = mine[COMPUTING] / total if total else 0.0
         end = f"{format_seconds(total)}, {share:.0%} computing"
         bars.append((f"worker {rank}", end, mine))
-    return legend(STEADY_COLOURS) + _bars(bars, STEADY_COLOURS, "s")
+    return _bars("Time of each worker", bars, STEADY_COLOURS, "s")
 
 
 def wait_picture(facts: Facts) -> str:
@@ -82,7 +73,7 @@ def wait_picture(facts: Facts) -> str:
         (f"worker {rank}", f"waited {format_seconds(seconds)}", {WAITING: seconds})
         for rank, seconds in found.items()
     ]
-    return _bars(bars, {WAITING: PART_COLOURS[WAITING]}, "s")
+    return _bars("Waiting of each worker", bars, {WAITING: PART_COLOURS[WAITING]}, "s")
 
 
 def trace_picture(replicas: Sequence[ReplicaTrace]) -> str:
@@ -93,7 +84,7 @@ def trace_picture(replicas: Sequence[ReplicaTrace]) -> str:
         end = "no exchange" if hidden is None else f"{hidden:.0%} of exchanges hidden"
         parts = {part: 1e3 * s for part, s in replica.part_seconds.items()}
         bars.append((f"replica {replica.rank}", end, parts))
-    return legend(TRACE_COLOURS) + _bars(bars, TRACE_COLOURS, "ms")
+    return _bars("Time of each replica in the trace", bars, TRACE_COLOURS, "ms")
 
 
 def size_pictures(facts: Facts) -> list[str]:
@@ -127,20 +118,21 @@ def learning_pictures(facts: Facts) -> list[str]:
     if points:
         title = "loss (of the epoch so far)"
         pictures.append(draw_chart(Chart(title, {"": points}, "steps")))
-    panels: dict[str, dict[str, list[float]]] = {}
-    epochs = epochs_of(facts.run)
-    for number, epoch in enumerate(epochs):
+    metrics: dict[str, dict[str, list[Point]]] = {}
+    for epoch in epochs_of(facts.run):
         for name, value in epoch.logs.items():
-            if name.startswith("bytes_"):
-                continue
-            metric = name.removeprefix("val_")
-            kind = "validation" if name.startswith("val_") else "training"
-            empty = [math.nan] * len(epochs)
-            panels.setdefault(metric, {}).setdefault(kind, empty)[number] = value
-    places = [str(epoch.epoch + 1) for epoch in epochs] if len(epochs) <= 8 else ()
-    return pictures + [
-        draw_panel(metric, lines, places)
-        for metric, lines in itertools.islice(panels.items(), MOST_PANELS)
+            if not name.startswith("bytes_"):
+                kind = "validation" if name.startswith("val_") else "training"
+                lines = metrics.setdefault(name.removeprefix("val_"), {})
+                lines.setdefault(kind, []).append((epoch.epoch + 1, value))
+    return pictures + _metric_pictures(metrics)
+
+
+def _metric_pictures(metrics: Mapping[str, Mapping[str, list[Point]]]) -> list[str]:
+    """The first metrics over the epochs."""
+    return [
+        draw_chart(Chart(metric.replace("_", " "), lines, "epoch"))
+        for metric, lines in itertools.islice(metrics.items(), MOST_PANELS)
     ]
 
 
@@ -152,12 +144,12 @@ def compared_bars(runs: Sequence[tuple[str, Facts]]) -> str:
         workers = facts.part_seconds.values()
         parts = {p: 1e3 * sum(w[p] for w in workers) / count for p in STEADY_COLOURS}
         bars.append((name, f"{sum(parts.values()):.4g} ms per step", parts))
-    return legend(STEADY_COLOURS) + part_bars(bars, STEADY_COLOURS, "ms")
+    return _bars("Time of a step in each run", bars, STEADY_COLOURS, "ms")
 
 
 def compared_pictures(runs: Sequence[tuple[str, Facts]]) -> list[str]:
     """Throughput and metrics of the first runs, one colour each."""
-    runs = runs[:MOST_RUNS]
+    runs = runs[:MOST_LINES]
     rates, metrics = {}, dict[str, dict[str, list[Point]]]()
     for name, facts in runs:
         rates_of_run = [rate for stretch in _stretches(facts) for rate in stretch]
@@ -168,22 +160,20 @@ def compared_pictures(runs: Sequence[tuple[str, Facts]]) -> list[str]:
             for metric, value in epoch.logs.items():
                 if not metric.startswith("bytes_"):
                     line = metrics.setdefault(metric, {}).setdefault(name, [])
-                    line.append((epoch.epoch + 1.0, value))
-    charts = [Chart("samples or steps per second", rates, "steps", from_zero=True)]
-    charts += [
-        Chart(metric, lines, "epoch", dots=True)
-        for metric, lines in itertools.islice(metrics.items(), MOST_PANELS)
-    ]
-    return [draw_chart(chart) for chart in charts if any(chart.lines.values())]
+                    line.append((epoch.epoch + 1, value))
+    speed = Chart("samples or steps per second", rates, "steps", from_zero=True)
+    drawn = [draw_chart(speed)] if any(rates.values()) else []
+    return drawn + _metric_pictures(metrics)
 
 
 def _bars(
+    title: str,
     bars: Sequence[tuple[str, str, Mapping[str, float]]],
     colours: Mapping[str, str],
     unit: str,
 ) -> str:
     """Draws the first `MOST_BARS` bars."""
-    drawn = part_bars(bars[:MOST_BARS], colours, unit)
+    drawn = draw_bars(title, bars[:MOST_BARS], colours, unit)
     more = len(bars) - MOST_BARS
     return drawn + (f"<p>{more} more are not drawn.</p>" if more > 0 else "")
 
@@ -234,7 +224,7 @@ def _over_time(facts: Facts, field: str, title: str) -> str:
                 # A gap between two starts.
                 points += [(points[-1][0], math.nan)] if points else []
                 points += thinned(mine)
-    if len(lines) > len(COLOURS):
+    if len(lines) > MOST_LINES:
         lines = _spread(list(lines.values()))
     return draw_chart(Chart(title, lines, name, from_zero=True))
 

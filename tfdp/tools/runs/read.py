@@ -19,9 +19,9 @@ from tfdp.files.near import did_you_mean_path
 from tfdp.tools.runs.entries import End, Entry, Epoch, Said, Start, Steps, entry_from
 from tfdp.tools.runs.lines import MOST_LINE_BYTES, content_of
 from tfdp.tools.runs.run_file import name_of_file
+from tfdp.tools.runs.traces import ENDING
 
 FILE = re.compile(r"worker-(0|[1-9]\d{0,6})\.jsonl")
-TRACE_ENDING = ".trace.json"
 MOST_FILE_BYTES, MOST_LINES = 2**28, 500_000
 MOST_TRACES, MOST_NOTES = 64, 20
 
@@ -79,7 +79,7 @@ class Run:
 
 def is_record_file(name: str) -> bool:
     """Whether `read_run` reads a file of this name."""
-    return FILE.fullmatch(name) is not None or name.endswith(TRACE_ENDING)
+    return FILE.fullmatch(name) is not None or name.endswith(ENDING)
 
 
 def read_run(directory: str | os.PathLike[str]) -> Run:
@@ -103,7 +103,7 @@ def read_run(directory: str | os.PathLike[str]) -> Run:
     for session in sessions:
         if session.missing:
             notes.append(_missing(session))
-    traces = [n for n in names if n.isprintable() and n.endswith(TRACE_ENDING)]
+    traces = [n for n in names if n.isprintable() and n.endswith(ENDING)]
     if len(traces) > MOST_TRACES:
         notes.append(f"Of {len(traces)} traces {MOST_TRACES} are shown.")
     paths = [folder / name for name in traces[:MOST_TRACES]]
