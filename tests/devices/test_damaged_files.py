@@ -9,15 +9,12 @@ import functools
 import json
 import random
 import shutil
-import zipfile
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-import tfdp
 from tests.support import mutations
-from tests.support.two_parts import content_of, saved_model, write_parts
 from tfdp import data
 from tfdp.data.verify import check_before_reading, describe_fault
 from tfdp.errors import DataError
@@ -107,73 +104,6 @@ def swapped(files, others):
         return {name: others[name]}
 
     return [damage, of_another_write]
-
-
-@pytest.fixture(scope="module")
-def parts(tmp_path_factory):
-    """Parts 1 and 2 and their index, and those of another training."""
-    folder = tmp_path_factory.mktemp("parts")
-    for number in (1, 2):
-        whole = saved_model(folder / f"{number}.keras", number)
-        write_parts(whole, folder / str(number), str(number) * 15)
-
-    def merged():
-        path = folder / "merged.keras"
-        return content_of(tfdp.checkpoint.merge_parts(folder / "1", path))
-
-    files = Files(folder / "1", merged)
-    own, strange = "1" * 15, "2" * 15
-    others = {
-        path.name.replace(strange, own): path.read_bytes()
-        for path in (folder / "2").iterdir()
-    }
-    return files, others
-
-
-@pytest.mark.parametrize("count", COUNTS)
-def test_parts(parts, count):
-    files, _ = parts
-    names = [name for name in files.sound if name.endswith(".keras")]
-    judge("parts", files, damaged(files, names, mutations.BYTES), count)
-
-
-@pytest.mark.parametrize("count", COUNTS)
-def test_the_index_of_parts(parts, count):
-    files, _ = parts
-    functions = [*mutations.BYTES, *[mutations.edit_json] * 8]
-    judge("parts.json", files, damaged(files, ["parts.json"], functions), count)
-
-
-@pytest.mark.parametrize("count", COUNTS)
-def test_the_manifests_within_parts(parts, count):
-    """The archive is sound again: only what `tfdp.json` says is another thing."""
-    files, _ = parts
-    names = [name for name in files.sound if name.endswith(".keras")]
-    manifest = "tfdp.json"
-
-    def within(function):
-        def changed(generator, content):
-            path = files.folder.parent / "changed.keras"
-            path.write_bytes(content)
-            with zipfile.ZipFile(path) as archive:
-                entries = {name: archive.read(name) for name in archive.namelist()}
-            entries[manifest] = function(generator, entries[manifest])
-            with zipfile.ZipFile(path, "w") as archive:
-                for name, entry in entries.items():
-                    archive.writestr(name, entry)
-            return path.read_bytes()
-
-        changed.__name__ = function.__name__
-        return changed
-
-    functions = map(within, [*mutations.BYTES, *[mutations.edit_json] * 8])
-    judge("tfdp.json", files, damaged(files, names, functions), count)
-
-
-@pytest.mark.parametrize("count", COUNTS)
-def test_parts_in_the_place_of_others(parts, count):
-    files, others = parts
-    judge("parts swapped", files, swapped(files, others), count)
 
 
 def write_set(folder, values, compression=""):

@@ -127,7 +127,7 @@ def test_an_optimizer_that_is_none(given, words):
 
 def test_an_empty_folder_is_not_merged(tmp_path):
     (tmp_path / "parts").mkdir()
-    with pytest.raises(DataError, match="parts is empty. Give the .*save_parts"):
+    with pytest.raises(DataError, match="parts holds no checkpoint. Give the .*Check"):
         merge_parts(tmp_path / "parts", tmp_path / "model.keras")
 
 

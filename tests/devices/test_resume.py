@@ -18,6 +18,7 @@ from tests.devices.test_checkpoint import make_model
 from tests.support.parity import classification_data
 from tfdp._private import frames
 from tfdp._private.keras_loops import wrap_loop
+from tfdp.checkpoint import writer
 from tfdp.errors import CheckpointWarning, ConfigurationError, DataError
 
 SAMPLES, ROWS, EPOCHS = 130, 12, 2
@@ -223,6 +224,33 @@ def test_time_passes(tmp_path):
             thread.join()
     # The third step breaks off before this callback, which is the last.
     assert tfdp.checkpoint.Checkpoint(tmp_path).steps() == [2, 1]
+
+
+@pytest.mark.parametrize(
+    "kind, options, steps",
+    [
+        ("dataset", {"every_steps": 11}, [11, 22]),
+        ("dataset", {"every_steps": 8}, [8, 16, 22]),
+        ("dataset", {"every_steps": 11, "every_epochs": 1}, [11, 22]),
+        ("dataset", {"every_seconds": 1e-9}, [*range(1, 23)]),
+        ("repeated", {"every_steps": 7, "steps_per_execution": 4}, [8, 16]),
+        ("unknown-length", {"every_steps": 11}, [11, 22]),
+    ],
+)
+def test_a_step_is_written_once(tmp_path, monkeypatch, kind, options, steps):
+    """A save that is due after the last step of an epoch is that of its end."""
+    saved, write = [], writer.write_manifest
+
+    def noted(folder, manifest):
+        saved.append(manifest.step)
+        write(folder, manifest)
+
+    monkeypatch.setattr(writer, "write_manifest", noted)
+    expected = run(0, kind, tmp_path, **options)
+    assert saved == steps
+    with pytest.warns(CheckpointWarning, match="nothing to train"):
+        found = run(0, kind, tmp_path, **options)
+    assert found[1].history == expected[1].history
 
 
 def test_a_training_that_is_over_says_so(tmp_path):

@@ -22,6 +22,7 @@ from tests.generator.one_device import (
     optimizers_of,
     state_of,
 )
+from tests.support.parity import unequal_copies
 from tfdp.errors import TfdpError
 
 # Below it a difference may be a rounding that the twins did not meet. One of Ftrl's,
@@ -134,7 +135,8 @@ def run_replicas(program, make_strategy):
         model = make_model(program)
     values = Caller(program, model, rows, validation).call_all()
     state, exact = state_of(model)
-    unequal = unequal_copies(model)
+    slots = [v for o in optimizers_of(model) for v in o.variables]
+    unequal = unequal_copies(filter(are_copies, [*model.weights, *slots]))
     if isinstance(strategy, tfdp.MultiHostDataParallelStrategy):
         unequal += unequal_hosts(strategy, state)
     return values | state, exact, unequal
@@ -152,20 +154,11 @@ def _noted_by_both(answer, found):
     )
 
 
-def unequal_copies(model):
-    """Weights and slots whose copies differ between replicas in any bit."""
-    slots = [v for o in optimizers_of(model) for v in o.variables]
-    return [
-        variable.path
-        for variable in [*model.weights, *slots]
-        if "seed_generator" not in variable.path
-        and "gradient_accumulator" not in variable.path
-        and not hasattr(variable.value, "shard")  # each replica has another part
-        and hasattr(variable.value, "values")
-        and getattr(variable.value, "synchronization", None)
-        != tf.VariableSynchronization.ON_READ
-        and len({copy.numpy().tobytes() for copy in variable.value.values}) > 1
-    ]
+def are_copies(variable):
+    """Whether replicas have one value: no seeds, and no sums until they are read."""
+    on_read = tf.VariableSynchronization.ON_READ
+    is_on_read = getattr(variable.value, "synchronization", None) == on_read
+    return not is_on_read and "seed_generator" not in variable.path
 
 
 def _finite_verdict(answer, found):

@@ -23,6 +23,7 @@ from tests.generator.calls import Caller
 from tests.generator.layers import RANDOM
 from tests.generator.program import layer_names
 from tests.generator.train_steps import halves
+from tests.support.parity import perturb
 from tfdp.tools.testing import rounding
 from tfdp.tools.testing.model_parts import compute_round_off, unit_round_off
 
@@ -144,17 +145,11 @@ class OneDevice:
         optimizer.apply = perturbed
 
     def _raised(self, gradient, relative, seed):
-        if isinstance(gradient, tf.IndexedSlices):
-            values = self._raised(gradient.values, relative, seed)
-            return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-        error = relative * tf.reduce_max(tf.abs(gradient))
+        error = relative * tf.reduce_max(tf.abs(getattr(gradient, "values", gradient)))
         error = tf.where(tf.math.is_finite(error), error, 0) * tf.cast(
             self.size, error.dtype
         )
-        noise = tf.random.stateless_uniform(
-            tf.shape(gradient), tf.stack(seed), -1.0, 1.0
-        )
-        return gradient + error * tf.cast(tf.sign(noise), gradient.dtype)
+        return perturb(gradient, error, tf.stack(seed), keep_zeros=False)
 
     def run(self, twin=0):
         """What the program gives; `twin` 0 as it is, others moved by rounding."""

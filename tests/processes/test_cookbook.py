@@ -15,6 +15,7 @@ import pytest
 from tests.support.fresh_python import run_python
 from tests.support.launching import program
 from tests.support.package_source import REPOSITORY
+from tests.support.parity import largest_distance
 from tests.support.workers import LONGEST_SECONDS, free_port
 from tfdp.cluster import START_AGAIN
 
@@ -87,22 +88,17 @@ def test_two_workers_train_as_one_device(tmp_path, name):
     alone = run(tmp_path, path)
     # They are printed with four decimals.
     np.testing.assert_allclose(losses, numbers("loss", alone), rtol=0, atol=2e-4)
-    if largest_difference(of_workers, weights(tmp_path)) > TOLERANCES[name]:
+    if largest_distance(of_workers, weights(tmp_path)) > TOLERANCES[name]:
         # A unit of a network may stand at its kink, where rounding decides on which
         # side: then one device that starts one rounding away ends on the other side.
         path.write_text(path.read_text("utf-8").replace("model.fit(", NUDGED, 1))
         run(tmp_path, path)
-    assert largest_difference(of_workers, weights(tmp_path)) <= TOLERANCES[name]
+    assert largest_distance(of_workers, weights(tmp_path)) <= TOLERANCES[name]
 
 
 NUDGED = """nudge = np.float32(1 + 2**-23)
 model.set_weights([nudge * weight for weight in model.get_weights()])
 model.fit("""
-
-
-def largest_difference(some, others):
-    pairs = zip(some, others, strict=True)
-    return max(float(np.abs(one - other).max()) for one, other in pairs)
 
 
 @pytest.mark.worth_seconds(30)

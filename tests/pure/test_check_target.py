@@ -12,7 +12,6 @@ from tfdp.tools.commands.check_target import (
     Target,
     errors_of_target,
     is_run,
-    load_build,
     load_target,
     parse_target,
 )
@@ -112,7 +111,7 @@ def test_a_script_alone_defines_build_model_and_make_data(folder):
     found = load_target(parse_target("alone.py"))
     assert (found.build(), found.data) == ("mine", (1, 2))
     with pytest.raises(ConfigurationError, match="no function 'build_model'.*TARGET"):
-        load_build(parse_target("some_target.py"))
+        load_target(parse_target("some_target.py"))
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ QUESTIONS = {
             *("chain/shards", "cluster/", "data/", "launch/", "plan/shards"),
             *("sharding/", "_private/grain"),
         ),
-        40,
+        38,
     ),
     "Is this gradient rows of a table?": Question(
         r"IndexedSlices|sum_rows|repeated_rows|all_reduce_rows",

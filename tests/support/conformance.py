@@ -22,7 +22,7 @@ from tests.support.conformance_table import (
     build,
     make_optimizer,
 )
-from tests.support.parity import make_strategy
+from tests.support.parity import copies, is_accumulator, is_sharded, make_strategy
 from tests.support.tpu_stand_in import StandInStrategy
 
 FEATURES, WORDS, OUTPUTS = 4, 6, 3
@@ -181,16 +181,6 @@ class Replicas:
         loss = float(self.model.metrics[0].result())
         return outcome(self.model, inner_of(self.model.optimizer), loss)
 
-    def unequal_copies(self):
-        """The variables whose copies differ between replicas in any bit."""
-        return [
-            variable.path
-            for variable in self.variables
-            if not is_stored_in_shards(variable)
-            and len({copy.numpy().tobytes() for copy in variable.value.values}) > 1
-            and not is_accumulator(variable)
-        ]
-
 
 @functools.lru_cache(maxsize=1)
 def replicas_of(optimizer, option, layout):
@@ -205,19 +195,10 @@ def inner_of(optimizer):
     return optimizer
 
 
-def is_accumulator(variable):
-    """Whether each replica has gradients of its own in it, until they are reduced."""
-    return "gradient_accumulator" in variable.path
-
-
-def is_stored_in_shards(variable):
-    return hasattr(variable.value, "shard")
-
-
 def value_of(variable):
-    is_copied = hasattr(variable.value, "values") and not is_stored_in_shards(variable)
+    is_copied = hasattr(variable.value, "values") and not is_sharded(variable)
     if is_accumulator(variable) and is_copied:
-        return sum(copy.numpy().astype("float64") for copy in variable.value.values)
+        return sum(copy.astype("float64") for copy in copies(variable))
     return variable.numpy().astype("float64")
 
 

@@ -47,7 +47,7 @@ from tests.support.conformance_table import (
     build,
     make_optimizer,
 )
-from tests.support.parity import UNIT_ROUND_OFF
+from tests.support.parity import UNIT_ROUND_OFF, perturb
 
 TINY = np.finfo("float32").tiny
 REPETITIONS = 8
@@ -139,7 +139,7 @@ class OneDevice:
         total = [self._sum(terms) for terms in zip(*gradients, strict=True)]
         size = size * self.optimizer.scale_loss(tf.constant(1.0))
         perturbed = [
-            perturb(gradient, size * error, seed + [7919 * place, 0])
+            perturb(gradient, size * error, seed + [7919 * place, 0], keep_zeros=True)
             for place, (gradient, error) in enumerate(
                 zip(total, self.errors, strict=True)
             )
@@ -157,17 +157,6 @@ class OneDevice:
         if self.parts is not None and self.parts.is_two_level:
             terms = [terms[0] + terms[1], terms[2] + terms[3]]
         return functools.reduce(tf.add, terms)
-
-
-def perturb(gradient, error, seed):
-    """Every entry of `gradient`, raised or lowered by `error` at random."""
-    if isinstance(gradient, tf.IndexedSlices):
-        values = perturb(gradient.values, error, seed)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    noise = tf.random.stateless_uniform(tf.shape(gradient), seed, -1.0, 1.0)
-    # Where no row brought anything (a word that does not occur) the sum is exactly 0.
-    found = tf.cast(tf.not_equal(gradient, 0), gradient.dtype)
-    return gradient + error * tf.sign(noise) * found
 
 
 def gradient_errors(model, rows):

@@ -45,7 +45,6 @@ def main(folder, epochs, shard):
             keras.callbacks.TensorBoard(folder / "board", histogram_freq=1),
         ],
     )
-    tfdp.checkpoint.save_parts(model, folder / "parts")
     checkpoint = tfdp.checkpoint.Checkpoint(folder / "checkpoints")
     checkpoint.save(model, step=epochs)
     checkpoint.wait()

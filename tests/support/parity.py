@@ -109,6 +109,47 @@ def copies(variable):
     return [copy.numpy() for copy in getattr(value, "values", [value])]
 
 
+def is_sharded(variable):
+    """Whether each replica stores a part of it only."""
+    return hasattr(variable.value, "shard")
+
+
+def is_accumulator(variable):
+    """Whether each replica has gradients of its own in it, until they are reduced."""
+    return "gradient_accumulator" in variable.path
+
+
+def unequal_copies(variables):
+    """The paths of those whose copies differ between replicas in any bit.
+
+    Shards, and gradients that are not yet reduced, differ by design.
+    """
+    return [
+        variable.path
+        for variable in variables
+        if not is_sharded(variable)
+        and not is_accumulator(variable)
+        and len({copy.tobytes() for copy in copies(variable)}) > 1
+    ]
+
+
+def perturb(gradient, error, seed, *, keep_zeros):
+    """Every entry of `gradient`, raised or lowered by `error` at random.
+
+    Args:
+      keep_zeros: where no row brought anything (a word that does not occur) the sum is
+        exactly 0.
+    """
+    if isinstance(gradient, tf.IndexedSlices):
+        values = perturb(gradient.values, error, seed, keep_zeros=keep_zeros)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    noise = tf.random.stateless_uniform(tf.shape(gradient), seed, -1.0, 1.0)
+    change = error * tf.cast(tf.sign(noise), gradient.dtype)
+    if keep_zeros:
+        change *= tf.cast(tf.not_equal(gradient, 0), gradient.dtype)
+    return gradient + change
+
+
 def largest_difference(a, b):
     """The largest difference between the weights of two models."""
     return largest_distance(*([w.numpy() for w in m.weights] for m in (a, b)))

@@ -3,7 +3,7 @@
 import numpy as np
 import tensorflow as tf
 
-from tests.support.parity import make_strategy, stock_strategy
+from tests.support.parity import make_strategy, stock_strategy, unequal_copies
 
 STRATEGIES = {
     "tfdp-2": lambda: make_strategy(2),
@@ -49,6 +49,4 @@ def distribute(strategy, arrays):
 
 def assert_replicas_agree(layer):
     """Every weight of `layer` has the same bits on all replicas."""
-    for weight in layer.weights:
-        copies = {copy.numpy().tobytes() for copy in weight.value.values}
-        assert len(copies) == 1, weight.path
+    assert unequal_copies(layer.weights) == []

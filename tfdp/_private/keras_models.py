@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -13,11 +13,13 @@ import tensorflow as tf
 # Models that declare their outputs before they compute.
 from keras.src.models.functional import Functional
 
-from tfdp._private.names import keras_state
 from tfdp.seams.replace import (
+    Override,
     class_attribute,
     instance_attributes,
+    instead,
     is_replaced,
+    overridden,
     replace,
     restore,
 )
@@ -172,20 +174,10 @@ def build_without_optimizer(model: keras.Model, **arguments: Any) -> None:
 
 
 @contextlib.contextmanager
-def variables_made_at_the_end() -> Iterator[None]:
-    """Delays memory allocation of new Keras variables to the end of the context.
-
-    After an error they are never allocated.
-    """
-    try:
-        with keras.StatelessScope(initialize_variables=False):
-            yield
-    except BaseException:
-        keras_state.set_global_attribute("uninitialized_variables", [])
-        raise
-    # Keras allocates them when it leaves the outermost scope.
-    with keras.StatelessScope():
-        pass
+def read_as(values: Iterable[tuple[keras.Variable, Any]]) -> Iterator[None]:
+    """Makes Keras variables read as other values within the context."""
+    with overridden(Override(v, "_value", instead(value)) for v, value in values):
+        yield
 
 
 @contextlib.contextmanager

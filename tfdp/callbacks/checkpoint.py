@@ -86,7 +86,8 @@ class Checkpoint(keras.callbacks.Callback):
     Args:
       directory: of this training's checkpoints; all hosts must see it; see
         `tfdp.checkpoint.Checkpoint`.
-      every_steps: save after this many training steps, from 1.
+      every_steps: save after this many training steps, from 1. A save that is due
+        after the last step of an epoch is made when the epoch ends.
       every_seconds: save when this many seconds have passed on worker 0, above 0.
       every_epochs: save after this many epochs, from 1. Without any of the three: 1.
       keep: how many whole checkpoints to keep, from 1.
@@ -200,7 +201,8 @@ class Checkpoint(keras.callbacks.Callback):
         self._agreement = StepAgreement(self._hosts, name, in_step=in_step)
         self._step = self._batch = 0
         self._epoch_of_program = initial_epoch(self.model)
-        self._is_first_epoch = True
+        self._is_first_epoch, self._is_due = True, False
+        self._batches_before: int | None = None
         warn_of_unsaved_state(self.model, self._passes, self._on_signal)
         self._hidden = HiddenOptimizers(self.model)
         self._passes.build(self.model)
@@ -300,19 +302,27 @@ class Checkpoint(keras.callbacks.Callback):
         if self._every_seconds is not None and self._hosts.is_chief:
             if time.monotonic() - self._saved_seconds >= self._every_seconds:
                 self._agreement.request(TIME)
-        self._after_step(is_now)
+        batches = self._batches_before or self._passes.batches_per_epoch
+        is_last = batches is not None and self._batch >= batches
+        self._after_step(is_now, is_last=is_last and self._own_pace is None)
 
     def _poll(self) -> None:
         if self._signals.received is not None:
             self._agreement.request(f"signal {self._signals.received}")
 
-    def _after_step(self, is_now: bool = False, *, have_met: bool = False) -> None:
+    def _after_step(
+        self, is_now: bool = False, *, is_last: bool = False, have_met: bool = False
+    ) -> None:
+        """Saves if due; `is_last`: the end of the epoch is near, and saves instead."""
         reason = self._agreement.after_step(self._step)
         if reason is not None and self._own_pace is not None and not have_met:
             self._own_pace.make_equal_to_save()
-        if is_now or reason is not None:
+        has_signal = reason is not None and reason != TIME
+        is_now = is_now or reason is not None or self._is_due
+        self._is_due = is_now and is_last and not has_signal
+        if is_now and not self._is_due:
             self._save(is_epoch_end=False)
-        if reason is not None and reason != TIME:
+        if has_signal:
             self._stop()
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
@@ -321,6 +331,9 @@ class Checkpoint(keras.callbacks.Callback):
         is_last = epoch + 1 >= self.params["epochs"] or self.model.stop_training
         every = self._every_epochs
         is_now = every is not None and is_due(every, epoch, epoch + 1)
+        is_now = is_now or self._is_due
+        # Keras counts a batch more where it learns the end by looking for it.
+        self._is_due, self._batches_before = False, self._batch
         # Several hosts agree after a step only.
         has_signal = self._signals.received is not None and self._hosts.count == 1
         if is_now or is_last or has_signal:

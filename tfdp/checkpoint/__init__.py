@@ -1,4 +1,4 @@
-"""Checkpoint files: trainings to resume, and models in parts to merge."""
+"""Checkpoint files: trainings to resume, or to merge into one Keras file."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from tfdp._private.lazy_names import lazy_names
 if TYPE_CHECKING:
     from tfdp.checkpoint.checkpoint import Checkpoint, Restored
     from tfdp.checkpoint.merge import merge_parts
-    from tfdp.checkpoint.parts import save_parts
 
 # Imported when first used: public name -> defining module.
 _PUBLIC = {
     "Checkpoint": "tfdp.checkpoint.checkpoint",
     "Restored": "tfdp.checkpoint.checkpoint",
     "merge_parts": "tfdp.checkpoint.merge",
-    "save_parts": "tfdp.checkpoint.parts",
 }
 
-__all__ = ["Checkpoint", "Restored", "merge_parts", "save_parts"]
+__all__ = ["Checkpoint", "Restored", "merge_parts"]
 __getattr__, __dir__ = lazy_names(__name__, _PUBLIC)

@@ -18,11 +18,10 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from tfdp.checkpoint.parts import damage_as_data_error
 from tfdp.checks import is_whole
 from tfdp.cluster.scratch import scratch_folder
 from tfdp.data.places import Place, RemotePath
-from tfdp.errors import DataError
+from tfdp.errors import DataError, TfdpError
 from tfdp.files.atomic import replaced
 from tfdp.files.checked_json import is_count, parse_json
 from tfdp.files.direct import CHECK_BYTES, DirectReader, DirectWriter, page_buffer
@@ -256,3 +255,19 @@ def _local(place: Place) -> Iterator[Path]:
         with place.open("rb") as source, local.open("wb") as target:
             shutil.copyfileobj(source, target, BLOCK_BYTES)
         yield local
+
+
+@contextlib.contextmanager
+def damage_as_data_error(path: object) -> Iterator[None]:
+    """Turns any error of reading a file into a `DataError` with its name.
+
+    Readers of archives and HDF5 raise a dozen types for changed bytes, such as
+    KeyError, RuntimeError, struct.error and zlib.error.
+    """
+    try:
+        yield
+    except TfdpError:
+        raise
+    except Exception as error:
+        what = f"{type(error).__name__}: {str(error)[:300]}"
+        raise DataError(f"{path} is damaged ({what}).") from error

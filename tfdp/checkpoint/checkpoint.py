@@ -27,7 +27,10 @@ from tfdp.checkpoint.directories import (
 )
 from tfdp.checkpoint.entries import Entry, entries_of
 from tfdp.checkpoint.hosts import Hosts, hosts_of
+from tfdp.checkpoint.keras_file import keras_file_of
 from tfdp.checkpoint.manifest import (
+    KERAS_FILE,
+    PROGRAM,
     UNFINISHED,
     UNSEEN,
     EntryRecord,
@@ -35,9 +38,8 @@ from tfdp.checkpoint.manifest import (
     folders_newest_first,
     read_manifest,
 )
-from tfdp.checkpoint.model_description import architecture_of, optimizer_records
+from tfdp.checkpoint.optimizer_records import optimizer_records
 from tfdp.checkpoint.restored import (
-    PROGRAM,
     check_parts,
     open_parts,
     program_arrays,
@@ -201,14 +203,21 @@ class Checkpoint:
         program: Mapping[str, Any] | None,
         arrays: Mapping[str, np.ndarray] | None,
     ) -> Content:
-        entries = entries_of(model) | program_entries(arrays or {})
+        state = entries_of(model)
+        entries = state | program_entries(arrays or {})
         records, mine = assign_to_hosts(entries, hosts)
         strategy = model.distribute_strategy
         replicas = int(strategy.num_replicas_in_sync) // getattr(strategy, "hosts", 1)
-        optimizers, text = optimizer_records(model), architecture_of(model)
-        parts, program = ((), (replicas,)), dict(program or {})
-        manifest = Manifest(write, step, *parts, records, program, optimizers, text)
-        return manifest, self._copies.take({name: entries[name].read for name in mine})
+        copies = self._copies.take({name: entries[name].read for name in mine})
+        # The same on all hosts; worker 0 writes it.
+        file = keras_file_of(model, state)
+        if file is not None and hosts.is_chief:
+            whole = ("whole", (len(file),), "uint8", (0,))
+            records[KERAS_FILE] = EntryRecord(KERAS_FILE, *whole)
+            copies[KERAS_FILE] = np.frombuffer(file, np.uint8)
+        optimizers, program = optimizer_records(model), dict(program or {})
+        parts = (), (replicas,)
+        return Manifest(write, step, *parts, records, program, optimizers), copies
 
     def wait(self) -> None:
         """Waits until the save is on disk, on all hosts.

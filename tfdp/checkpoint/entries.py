@@ -15,7 +15,7 @@ bit-identical; on others:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
@@ -60,6 +60,7 @@ class Entry:
     lengths: tuple[int, ...] = ()  # of "shards", the elements in each host's part
     # Whether it is the sum over the rows of "ranks"; other kinds store that sum.
     is_sum: bool = False
+    variable: keras.Variable | None = None
 
 
 def entries_of(model: keras.Model) -> dict[str, Entry]:
@@ -79,7 +80,8 @@ def entries_of(model: keras.Model) -> dict[str, Entry]:
             if id(variable) not in seen:
                 seen.add(id(variable))
                 rule = rules.get(id(variable))
-                entries[f"{group}/{place}"] = _entry_of(variable, rule)
+                entry = _entry_of(variable, rule)
+                entries[f"{group}/{place}"] = replace(entry, variable=variable)
 
     add("model", model.variables)
     for number, optimizer in enumerate(optimizers):

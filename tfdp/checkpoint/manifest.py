@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tfdp.checkpoint.model_description import OptimizerRecord
+from tfdp.checkpoint.optimizer_records import OptimizerRecord
 from tfdp.data.places import Place, RemotePath
 from tfdp.errors import DataError
 from tfdp.files.atomic import replaced, sync_folder
@@ -36,6 +36,10 @@ LARGEST_MANIFEST_BYTES = 256 * 2**20
 MOST_PARTS = 1_000_000
 #: In one part; a range in each part; one row per replica, in its host's part.
 KINDS = ("whole", "shards", "ranks")
+# Entries that are no state of the model: the arrays given to `save`, and the file of
+# `tfdp.checkpoint.keras_file`.
+PROGRAM = "program/"
+KERAS_FILE = "keras file"
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,6 @@ class Manifest:
     # Further state: place in the data, callbacks, history.
     program: Mapping[str, Any] = field(default_factory=dict)
     optimizers: tuple[OptimizerRecord, ...] = ()
-    architecture: str | None = None  # from `architecture_of`
 
 
 def folder_name(step: int, write: str) -> str:
@@ -143,12 +146,9 @@ def _checked(content: Any) -> Manifest:
     program = content["program"]
     if not isinstance(program, dict):
         raise ValueError("its program state is not an object")
-    architecture = content.get("architecture")
-    if not isinstance(architecture, str | None):
-        raise ValueError("its model description is not text")
     optimizers = tuple(_optimizer(record) for record in content["optimizers"])
     parts = tuple(sizes), tuple(replicas)
-    return Manifest(write, step, *parts, entries, program, optimizers, architecture)
+    return Manifest(write, step, *parts, entries, program, optimizers)
 
 
 def _optimizer(record: Mapping[str, Any]) -> OptimizerRecord:

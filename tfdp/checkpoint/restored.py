@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
 import keras
 import numpy as np
 
-from tfdp._private.optimizer_hooks import strategy_of
+from tfdp._private.optimizer_hooks import ACCUMULATOR_NAME, strategy_of
 from tfdp.chain.compression import compression_entries, make_compression_entries
 from tfdp.checkpoint.array_files import ArrayFile, open_arrays
 from tfdp.checkpoint.entries import Entry, Rows, entries_of, sum_of
 from tfdp.checkpoint.hosts import Hosts
-from tfdp.checkpoint.manifest import EntryRecord, Manifest, part_name
-from tfdp.checkpoint.model_description import (
+from tfdp.checkpoint.manifest import (
+    KERAS_FILE,
+    PROGRAM,
+    EntryRecord,
+    Manifest,
+    part_name,
+)
+from tfdp.checkpoint.optimizer_records import (
     build_as_saved,
     optimizer_records,
     other_sync,
@@ -28,8 +35,8 @@ from tfdp.variables.global_seed import make_global_seed_states
 
 # State that is optional: it starts from scratch where the checkpoint has none.
 SEEDS = "seeds/"
-PROGRAM = "program/"
-OPTIONAL = (SEEDS, "metrics/", PROGRAM)
+METRICS = "metrics/"
+OPTIONAL = (SEEDS, METRICS, PROGRAM, KERAS_FILE)
 COMPRESSION = "/compression/"
 OF_OPTIMIZER = re.compile(r"optimizer(\d+)/")
 
@@ -182,30 +189,39 @@ def _value(
     files: Sequence[ArrayFile],
     hosts: Hosts,
 ) -> np.ndarray | Rows:
+    if record.kind == "ranks" and entry.kind == "ranks":
+        return _rows(name, entry, record, files, hosts)
+    value = whole_of(name, record, files)
+    if value.shape != entry.shape:
+        raise DataError(f"{record.path!r} ({name}) has the shape {value.shape}.")
+    if entry.kind != "ranks":
+        return value
+    local = len(entry.read())
+    ranks = hosts.rank * local, hosts.count * local
+    if entry.is_sum:  # each replica gets its share
+        return Rows(value[None], None, *ranks)
+    return Rows(value[None], np.stack([value] * local), *ranks)
+
+
+def whole_of(name: str, record: EntryRecord, files: Sequence[ArrayFile]) -> np.ndarray:
+    """The value that one device without a strategy has."""
     if record.kind == "whole":
-        value = files[record.parts[0]].read(name)
-    elif record.kind == "shards":
+        return files[record.parts[0]].read(name)
+    if record.kind == "shards":
         pieces = [
             file.read(name) if length else np.zeros(0, record.dtype)
             for file, length in zip(files, record.parts, strict=True)
         ]
         value = np.concatenate(pieces)
-        if value.size != int(np.prod(record.shape)):
+        if value.size != math.prod(record.shape):
             raise DataError(
                 f"The parts of {record.path!r} ({name}) do not add up to the whole."
             )
-        value = value.reshape(record.shape)
-    if record.kind != "ranks":
-        if value.shape != entry.shape:
-            raise DataError(f"{record.path!r} ({name}) has the shape {value.shape}.")
-        if entry.kind != "ranks":
-            return value
-        local = len(entry.read())
-        ranks = hosts.rank * local, hosts.count * local
-        if entry.is_sum:  # each replica gets its share
-            return Rows(value[None], None, *ranks)
-        return Rows(value[None], np.stack([value] * local), *ranks)
-    return _rows(name, entry, record, files, hosts)
+        return value.reshape(record.shape)
+    rows = np.concatenate(_parts_of_rows(name, record, files))
+    if ACCUMULATOR_NAME in record.path:
+        return sum_of(rows).astype(rows.dtype)
+    return rows.sum(axis=0, dtype=rows.dtype) if name.startswith(METRICS) else rows[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,20 +262,21 @@ def _rows(
     record: EntryRecord,
     files: Sequence[ArrayFile],
     hosts: Hosts,
-) -> np.ndarray | Rows:
+) -> Rows:
+    parts = _parts_of_rows(name, record, files)
+    local = len(entry.read())
+    first_rank, replicas = hosts.rank * local, hosts.count * local
+    is_same = len(files) == hosts.count and {len(part) for part in parts} == {local}
+    own = parts[hosts.rank] if is_same else None
+    return Rows(np.concatenate(parts), own, first_rank, replicas)
+
+
+def _parts_of_rows(
+    name: str, record: EntryRecord, files: Sequence[ArrayFile]
+) -> list[np.ndarray]:
     parts = [file.read(name) for file in files]
     if any(part.shape[1:] != record.shape for part in parts):
         raise DataError(
             f"{record.path!r} ({name}) does not have the shape {record.shape}."
         )
-    all_rows = np.concatenate(parts)
-    if entry.kind != "ranks":
-        if entry.is_sum:
-            return sum_of(all_rows).astype(all_rows.dtype)
-        # One process without a strategy: the value it would have had.
-        is_sum = name.startswith("metrics/")
-        return all_rows.sum(axis=0) if is_sum else all_rows[0]
-    local = len(entry.read())
-    first_rank, replicas = hosts.rank * local, hosts.count * local
-    is_same = len(files) == hosts.count and {len(part) for part in parts} == {local}
-    return Rows(all_rows, parts[hosts.rank] if is_same else None, first_rank, replicas)
+    return parts

@@ -419,6 +419,12 @@ SEAMS: tuple[Seam, ...] = (
         "large weights of a model that never runs stay empty",
         _initialize_with_initializer="(self, initializer)",
     ),
+    *_seams(
+        VARIABLE,
+        "context",
+        "Keras writes a mark in the place of a variable to the file of a checkpoint",
+        _value=DATA,
+    ),
     # A user's script that `tfdp check`, `plan` or `tune` runs until its first `fit`.
     Seam(
         STRATEGY,

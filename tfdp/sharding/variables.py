@@ -58,20 +58,6 @@ def updating_rank() -> Any:
 
 
 @contextlib.contextmanager
-def read_instead(read: Callable[[Any], tf.Tensor]) -> Iterator[None]:
-    """Makes sharded variables read as `read(variable)` within the context."""
-    _local.read = read
-    try:
-        yield
-    finally:
-        _local.read = None
-
-
-def _read_override() -> Callable[[Any], tf.Tensor] | None:
-    return getattr(_local, "read", None)
-
-
-@contextlib.contextmanager
 def noted_assignments() -> Iterator[dict[int, np.ndarray]]:
     """Records whole values assigned to sharded variables, by the variable's id."""
     assigned: dict[int, np.ndarray] = {}
@@ -159,9 +145,6 @@ class ShardedVariable(InShards, DistributedVariable):
             return self._values[rank]
         if self._is_in_replica():
             return self._read_in_replica()
-        read = _read_override()
-        if read is not None:
-            return read(self)
         if in_save_context() and not tf.executing_eagerly():
             return _read_stand_in(self)
         shards = _read_shards(self._values)
@@ -267,29 +250,26 @@ class ShardUpdatedVariable(InShards, ReplicaMirroredVariable):
         return OwnedLayout(flat.shape, flat.parts, self.owner)
 
     def _get(self) -> Any:
-        rank, read = updating_rank(), _read_override()
+        rank = updating_rank()
         if rank is None:
-            return super()._get() if read is None else read(self)
+            return super()._get()
         part = self.distribute_strategy.extended.shards.part_of(rank)
         # An update on the host copies the piece, not the whole.
         with tf.device(self._values[rank].device):
             return shard_of(self._values[rank].read_value(), self.layout, part)
 
     def value(self) -> tf.Tensor:
-        if self._is_read_as_stored():
+        if updating_rank() is None:
             return super().value()
         return self._get()
 
     def numpy(self) -> Any:
         return self.value().numpy()
 
-    def _is_read_as_stored(self) -> bool:
-        return updating_rank() is None and _read_override() is None
-
     def _dense_var_to_tensor(
         self, dtype: Any = None, name: Any = None, as_ref: bool = False
     ) -> tf.Tensor:
-        if self._is_read_as_stored():
+        if updating_rank() is None:
             return super()._dense_var_to_tensor(dtype, name, as_ref)
         return tf.convert_to_tensor(self._get(), dtype=dtype, name=name)
 

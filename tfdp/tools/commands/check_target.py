@@ -263,12 +263,6 @@ def _first_fit(target: Target, script_run: ScriptRun) -> ModelAndData:
     return ModelAndData(script.build, found.data, {"batch_size": found.batch_rows})
 
 
-def load_build(target: Target) -> Callable[..., Any]:
-    """Imports the target and returns its model function, by default `build_model`."""
-    module = _import(target)
-    return _function(module, target, target.function or "build_model")
-
-
 def _import(target: Target) -> ModuleType:
     return _run_script(target) if target.is_script else _import_module(target)
 

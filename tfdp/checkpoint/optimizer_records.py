@@ -1,70 +1,15 @@
-"""The model of a checkpoint, as Keras's serialized description, which holds no code."""
+"""The optimizers of a checkpoint: which they are, and which variables they update."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import keras
 
-from tfdp._private.keras_models import variables_made_at_the_end
 from tfdp._private.optimizer_hooks import variables_built_with
-from tfdp.errors import ConfigurationError, DataError
+from tfdp.errors import ConfigurationError
 from tfdp.step.find_optimizers import innermost_optimizers, optimizers_of
-
-#: A longer description holds tables.
-MOST_CHARACTERS = 2**24
-_described: weakref.WeakKeyDictionary[keras.Model, str | None]
-_described = weakref.WeakKeyDictionary()
-
-
-def architecture_of(model: keras.Model) -> str | None:
-    """The JSON description of a model; None: Keras cannot describe it.
-
-    Cost: made once per model; 0.1 s and 170 kB for a ResNet50, on a busy machine.
-    """
-    if model not in _described:
-        _described[model] = None
-        # A custom layer's `get_config` may raise anything.
-        with contextlib.suppress(Exception):
-            config = keras.saving.serialize_keras_object(model)
-            config.pop("compile_config", None)
-            text = json.dumps(config)
-            _described[model] = text if len(text) <= MOST_CHARACTERS else None
-    return _described[model]
-
-
-def model_of(text: str | None, shapes: Sequence[tuple[int, ...]]) -> keras.Model:
-    """Builds a model from a description in a file, with variables of these `shapes`.
-
-    Creates only classes of Keras and registered ones, no lambdas: nothing in the
-    description is executed. Allocates no memory before the shapes are checked.
-
-    Raises:
-      DataError: no model can be built from it.
-    """
-    if text is None:
-        raise DataError("Keras had no description of the model")
-    try:
-        with variables_made_at_the_end():
-            model = keras.models.model_from_json(text)
-            if not isinstance(model, keras.Model) or not model.built:
-                raise ValueError("it does not describe a built model")
-            found = [tuple(variable.shape) for variable in model.variables]
-            if found != list(shapes):
-                raise ValueError(
-                    f"it describes {len(found)} variables, but the checkpoint holds "
-                    f"{len(shapes)}, or other shapes"
-                )
-    except Exception as error:
-        raise DataError(
-            f"Keras cannot make the model from its description "
-            f"({type(error).__name__}: {str(error)[:300]})"
-        ) from error
-    return model
 
 
 @dataclass(frozen=True)
