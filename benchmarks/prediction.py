@@ -34,7 +34,7 @@ from tfdp.tools.measuring.machine import (
 )
 from tfdp.tools.measuring.models import MODELS as TIMED_MODELS
 from tfdp.tools.measuring.one_core import measure_rows
-from tfdp.tools.measuring.places import Figures, Place, Work, measure_place
+from tfdp.tools.measuring.places import Arrangement, Figures, Work, measure_place
 from tfdp.tools.measuring.two_hosts import two_hosts
 from tfdp.tools.simulator.known import MODELS as KNOWN_MODELS
 from tfdp.tools.simulator.machine import Link, Machine
@@ -44,11 +44,11 @@ from tfdp.tools.simulator.step import Training, predict_step, simulate_exchange
 
 MODELS = ("cnn-1m", "mlp-20m", "resnet20", "transformer-1m", "words-13m")
 QUICK_MODELS = ("mlp-tiny", "words-tiny")
-ON_LOOPBACK: tuple[Place, ...] = tuple(
-    Place(*each) for each in ((1, 2), (1, 4), (2, 1), (2, 2))
+ON_LOOPBACK: tuple[Arrangement, ...] = tuple(
+    Arrangement(*each) for each in ((1, 2), (1, 4), (2, 1), (2, 2))
 )
-QUICK_PLACES: tuple[Place, ...] = (Place(2, 1),)
-ON_LINKS: tuple[Place, ...] = (Place(2, 1), Place(2, 2))
+QUICK_PLACES: tuple[Arrangement, ...] = (Arrangement(2, 1),)
+ON_LINKS: tuple[Arrangement, ...] = (Arrangement(2, 1), Arrangement(2, 2))
 SUM_SUBJECT = "resnet50"
 COLUMNS = "{:<10} {:>5} {:>9} {:>12} {:>24} {:>10} {:>7}"
 TITLES = (
@@ -148,7 +148,7 @@ class _Runner:
     def _row_bytes_per_second(self) -> float:
         return measure_rows(self._repeats, self._quick, self._timeout_seconds)
 
-    def _link(self, place: Place, link: str) -> Link:
+    def _link(self, place: Arrangement, link: str) -> Link:
         return measure_link(
             place,
             link,
@@ -168,7 +168,7 @@ class _Runner:
         print(_line(row), flush=True)
 
     def _measure(
-        self, machine: MeasuredMachine, place: Place, wanted: list[Work]
+        self, machine: MeasuredMachine, place: Arrangement, wanted: list[Work]
     ) -> list[Figures]:
         with contextlib.ExitStack() as stack:
             is_shaped = machine.link != LOOPBACK and place.processes > 1
@@ -177,7 +177,9 @@ class _Runner:
                 place, wanted, self._repeats, self._timeout_seconds, hosts
             )
 
-    def _step_row(self, machine: MeasuredMachine, place: Place, model: str) -> Row:
+    def _step_row(
+        self, machine: MeasuredMachine, place: Arrangement, model: str
+    ) -> Row:
         calls = QUICK_CALLS if self._quick else TIMED_MODELS[model].calls
         wanted = [Work("steps without sums", model, calls), Work("steps", model, calls)]
         alone, with_sums = self._measure(machine, place, wanted)
@@ -202,7 +204,7 @@ class _Runner:
             tuple(map(predicted, alone.seconds)),
         )
 
-    def _sum_row(self, machine: MeasuredMachine, place: Place) -> Row:
+    def _sum_row(self, machine: MeasuredMachine, place: Arrangement) -> Row:
         """A sum of a large model's gradients, all of which are there at once."""
         links = _links_of(place) if machine.link == LOOPBACK else []
         for each in links:
@@ -283,13 +285,15 @@ def training_here(measured: MeasuredMachine, name: str, topology: Topology) -> T
     )
 
 
-def _links_of(place: Place) -> list[Place]:
+def _links_of(place: Arrangement) -> list[Arrangement]:
     """Where the links are measured that a sum in `place` goes over."""
-    within = [Place(1, place.replicas)] if place.replicas > 1 else []
+    within = [Arrangement(1, place.replicas)] if place.replicas > 1 else []
     return within + [BETWEEN] * (place.processes > 1)
 
 
-def _with_link(machine: MeasuredMachine, place: Place, link: Link) -> MeasuredMachine:
+def _with_link(
+    machine: MeasuredMachine, place: Arrangement, link: Link
+) -> MeasuredMachine:
     if place == BETWEEN:
         return dataclasses.replace(machine, between_hosts=link)
     return dataclasses.replace(machine, within_host=link, within_host_of={})

@@ -12,7 +12,7 @@ from tests.support.apart import linear_model, parts_of, regression_data, sgd
 from tests.support.conformance_table import OPTIMIZERS
 from tests.support.late_reference import LateReference
 from tests.support.parity import make_strategy
-from tfdp.checkpoint.entries import Rows, entries_of
+from tfdp.checkpoint.entries import ReplicaValues, entries_of
 from tfdp.errors import ConfigurationError
 from tfdp.hosts.late_queue import LateQueue
 
@@ -180,7 +180,7 @@ def test_a_checkpoint_resumes_with_sums_in_flight(tmp_path, sync, wrap):
     for name, entry in entries_of(of_tfdp).items():
         value = at_checkpoint[name]
         is_whole = entry.kind == "whole"
-        entry.restore(value if is_whole else Rows(value, value, 0, len(value)))
+        entry.restore(value if is_whole else ReplicaValues(value, value, 0, len(value)))
     for other in (of_keras, of_tfdp):
         for name, value in everything(other).items():
             if not name.startswith(("seeds", "metrics")):

@@ -12,9 +12,9 @@ import pytest
 from tests.support.fresh_python import run_python
 from tfdp.tools.commands.tune_processes import TrialFailed, Trials
 from tfdp.tools.commands.tune_run import what_fits
-from tfdp.tools.tune.space import DEFAULTS, Place, Setting
+from tfdp.tools.tune.space import DEFAULTS, Setting, TrialLayout
 
-PLACE = Place(1, 2, 16, "in_process")
+PLACE = TrialLayout(1, 2, 16, "in_process")
 
 SCRIPT = """
 import keras

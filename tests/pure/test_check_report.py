@@ -20,7 +20,7 @@ from tfdp.tools.testing.causes import (
     UNKNOWN,
 )
 from tfdp.tools.testing.crashes import KNOWN, describe_error, explain_error
-from tfdp.tools.testing.facts import Facts
+from tfdp.tools.testing.facts import CauseFacts
 from tfdp.tools.testing.report import (
     HIDDEN_BY_DRAWS,
     INTENDED,
@@ -187,7 +187,7 @@ def test_a_nudge_moves_every_weight_by_one_rounding():
     assert len({moved[i] > weights[i] for i in range(64)}) == 2
 
 
-FACTS = Facts(
+FACTS = CauseFacts(
     replicas=3,
     batch_rows=(6, 7),
     optimizer="SGD",
@@ -204,7 +204,7 @@ FACTS = Facts(
     finite_on_replicas=False,
     moved_enough=False,
 )
-INNOCENT = Facts(replicas=3, batch_rows=(6, 9), optimizer="SGD")
+INNOCENT = CauseFacts(replicas=3, batch_rows=(6, 9), optimizer="SGD")
 CAUSES = {
     cause.name: cause
     for cause in (*FROM_FACTS, *SEPARABLE, *sum(COMBINATIONS, ()), UNKNOWN)

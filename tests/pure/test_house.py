@@ -174,3 +174,15 @@ def without_functions(body):
     definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     kept = [node for node in body if not isinstance(node, definitions)]
     return ast.Module(kept, [])
+
+
+def test_a_class_name_has_one_meaning():
+    names = [
+        node.name
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for node in ast.parse(path.read_text("utf-8")).body
+        if isinstance(node, ast.ClassDef)
+    ]
+    several = {name for name in names if names.count(name) > 1}
+    # Public, in two modules: the callback, and what it saves with.
+    assert several == {"Checkpoint"}

@@ -12,9 +12,9 @@ from tfdp.tools.measuring import machine as measuring
 from tfdp.tools.measuring import places
 from tfdp.tools.measuring.gradient_sets import GRADIENT_SETS
 from tfdp.tools.measuring.machine import BETWEEN_SETS, WITHIN_SETS, SumTimes, fit_link
-from tfdp.tools.measuring.places import Figures, Place, Work
+from tfdp.tools.measuring.places import Arrangement, Figures, Work
 from tfdp.tools.simulator.measured import MeasuredModel, read_machine
-from tfdp.tools.simulator.model import Compute, Gradient, ModelProfile
+from tfdp.tools.simulator.model import Compute, GradientSize, ModelProfile
 from tfdp.tools.simulator.step import Training, simulate_exchange
 
 CALL_SECONDS = 0.003  # from Python into TensorFlow and back
@@ -29,7 +29,7 @@ GRADIENTS = [[4 * 10**6, 5.0, "float32"], [400, 0.0, "float32"]]
 
 def seconds_of_sum(name, processes, replicas, machine):
     """What the simulator says of a set of tensors, all there at once."""
-    model = ModelProfile(name, tuple(Gradient(each, 1.0) for each in SETS[name]))
+    model = ModelProfile(name, tuple(GradientSize(each, 1.0) for each in SETS[name]))
     training = Training(
         model, Compute(1e-12, 1e-12), machine.machine(replicas), algorithm="sockets"
     )
@@ -139,7 +139,7 @@ def test_an_own_model_stands_beside_the_links(machine, tmp_path, monkeypatch, ca
     def measured(text, replicas, **options):
         assert options == {"samples": 8, "steps": 9, "timeout_seconds": 900}
         seconds = {(1, number): 0.1 * number for number in replicas}
-        profile = ModelProfile("mine", (Gradient(400, 1.0),), 2.0)
+        profile = ModelProfile("mine", (GradientSize(400, 1.0),), 2.0)
         return MeasuredModel(profile, options["samples"], seconds)
 
     monkeypatch.setattr("tfdp.tools.commands.measure.measure_target", measured)
@@ -154,7 +154,7 @@ def test_an_own_model_stands_beside_the_links(machine, tmp_path, monkeypatch, ca
 
 def test_processes_on_a_core_each_take_a_part_of_these_cores(machine, monkeypatch):
     # Of four cores two are used; the stand-in's sums take 0.75 of these.
-    link = measuring.measure_link(Place(2, 1), "loopback", 4, 3, 60)
+    link = measuring.measure_link(Arrangement(2, 1), "loopback", 4, 3, 60)
     assert link.compute_share == pytest.approx(0.75)
 
 

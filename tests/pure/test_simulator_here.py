@@ -11,7 +11,7 @@ from tests.support.dense_profile import dense_network
 from tfdp.plan.topology import Topology
 from tfdp.tools.simulator.known import MODELS
 from tfdp.tools.simulator.machine import Link, Machine
-from tfdp.tools.simulator.model import Compute, Gradient, ModelProfile
+from tfdp.tools.simulator.model import Compute, GradientSize, ModelProfile
 from tfdp.tools.simulator.step import Training, predict_step, simulate_exchange
 
 BUCKETS = {"bucket_bytes": 25 << 20, "first_bucket_bytes": 1 << 20}
@@ -20,7 +20,7 @@ DENSE = dense_network("mlp-20m", (784, 4096, 4096, 10))
 SMALL_CNN = ModelProfile(
     "cnn-1m",
     tuple(
-        Gradient(4 * numbers, work)
+        GradientSize(4 * numbers, work)
         for numbers, work in [
             (288, 2.0 * 288 * 26 * 26),
             (32, 0.0),

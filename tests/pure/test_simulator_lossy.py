@@ -23,7 +23,7 @@ from tfdp.tools.simulator.measured import (
     read_machine,
     write_machine,
 )
-from tfdp.tools.simulator.model import Compute, Gradient, ModelProfile
+from tfdp.tools.simulator.model import Compute, GradientSize, ModelProfile
 from tfdp.tools.simulator.step import Training, predict_step, simulate_exchange
 from tfdp.tools.simulator.sums import exchange_stages, row_stages
 from tfdp.tools.tune.proposal import TrialFacts, in_order
@@ -130,8 +130,8 @@ def test_the_whole_table_goes_where_that_is_less_and_rows_are_added():
 
 
 def test_a_table_is_in_no_bucket_and_has_an_exchange_of_its_own():
-    table = Gradient(10**6, 0.0, row_bytes=50)
-    model = ModelProfile("words", (table, Gradient(100, 1.0)))
+    table = GradientSize(10**6, 0.0, row_bytes=50)
+    model = ModelProfile("words", (table, GradientSize(100, 1.0)))
     assert [b.indices for b in model.buckets(bucket_bytes=1, first_bucket_bytes=1)] == [
         (1,)
     ]

@@ -16,10 +16,12 @@ from tfdp.tools.simulator.measured import (
     read_machine,
     write_machine,
 )
-from tfdp.tools.simulator.model import Gradient, ModelProfile
+from tfdp.tools.simulator.model import GradientSize, ModelProfile
 from tfdp.tools.simulator.step import predict_step
 
-PROFILE = ModelProfile("net", (Gradient(4_000_000, 3.0), Gradient(400, 1.0)), 12.0)
+PROFILE = ModelProfile(
+    "net", (GradientSize(4_000_000, 3.0), GradientSize(400, 1.0)), 12.0
+)
 MODEL = MeasuredModel(PROFILE, 64, {(1, 1): 0.1, (1, 2): 0.15, (2, 1): 0.11})
 MACHINE = MeasuredMachine(
     "here",
@@ -41,7 +43,7 @@ def path(tmp_path):
 
 def test_what_was_written_is_read(path):
     assert read_machine(path) == MACHINE
-    rows = ModelProfile("words", (Gradient(4000, 0.0, "float32", 72, True, 99),))
+    rows = ModelProfile("words", (GradientSize(4000, 0.0, "float32", 72, True, 99),))
     models = {"words": MeasuredModel(rows, 8, {(1, 1): 0.1})}
     machine = dataclasses.replace(MACHINE, models=models)
     write_machine(machine, path)

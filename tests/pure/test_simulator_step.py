@@ -19,7 +19,7 @@ from tfdp.tools.simulator.failures import (
 )
 from tfdp.tools.simulator.known import HARDWARE, MODELS
 from tfdp.tools.simulator.machine import Link, Machine
-from tfdp.tools.simulator.model import Compute, Gradient, ModelProfile
+from tfdp.tools.simulator.model import Compute, GradientSize, ModelProfile
 from tfdp.tools.simulator.scaling import device_counts, scaling_curve
 from tfdp.tools.simulator.step import (
     PARTS,
@@ -28,7 +28,7 @@ from tfdp.tools.simulator.step import (
     predict_step,
     simulate_step,
 )
-from tfdp.tools.simulator.sums import Stage
+from tfdp.tools.simulator.sums import ExchangePart
 
 # Each host one device; 1e5 bytes/s, and next to nothing besides.
 LINE = Machine(
@@ -41,7 +41,12 @@ LINE = Machine(
 )
 # 3 layers of 1e5, 2e5 and 1e5 bytes; backprop takes 1, 2 and 1 s of 4.
 THREE = ModelProfile(
-    "three", (Gradient(100_000, 1.0), Gradient(200_000, 2.0), Gradient(100_000, 1.0))
+    "three",
+    (
+        GradientSize(100_000, 1.0),
+        GradientSize(200_000, 2.0),
+        GradientSize(100_000, 1.0),
+    ),
 )
 SECONDS = Compute(forward_seconds=2.0, backward_seconds=4.0)
 TRAINING = Training(THREE, SECONDS, LINE, bucket_bytes=1, first_bucket_bytes=1)
@@ -77,22 +82,22 @@ def test_sums_that_take_half_of_the_computing_slow_backprop_down():
 
 
 def test_what_takes_all_of_the_computing_is_added_up():
-    once = [Stage("within", 2.0, 1.0)]
+    once = [ExchangePart("within", 2.0, 1.0)]
     found = simulate_step(6.0, [3.0, 5.0, 6.0], [once, once, once])
     assert found == pytest.approx(12.0)
 
 
 def test_levels_work_at_the_same_time():
-    both = [Stage("within", 1.0, 0.0), Stage("between", 3.0, 0.0)]
+    both = [ExchangePart("within", 1.0, 0.0), ExchangePart("between", 3.0, 0.0)]
     # Within 0 to 1 and 1 to 2, between 1 to 4 and 4 to 7.
     assert simulate_step(0.5, [0.0, 0.0], [both, both]) == pytest.approx(7.0)
 
 
 def test_levels_that_need_the_same_cores_take_turns():
-    both = [Stage("within", 1.0, 0.6), Stage("between", 3.0, 0.6)]
+    both = [ExchangePart("within", 1.0, 0.6), ExchangePart("between", 3.0, 0.6)]
     # Within 0 to 1, and 1 to 2 by who has waited longer; between 2 to 5 and 5 to 8.
     assert simulate_step(0.1, [0.0, 0.0], [both, both]) == pytest.approx(8.0)
-    half = [Stage("within", 1.0, 0.5), Stage("between", 3.0, 0.5)]
+    half = [ExchangePart("within", 1.0, 0.5), ExchangePart("between", 3.0, 0.5)]
     assert simulate_step(0.1, [0.0, 0.0], [half, half]) == pytest.approx(7.0)
 
 
@@ -196,9 +201,9 @@ def test_a_cluster_that_always_fails_trains_nothing():
         lambda: Link(1.0, 1.0, connections=0),
         lambda: Machine("m", 0, LINE.within_host, LINE.within_host),
         lambda: Machine("m", 1, LINE.within_host, LINE.within_host, math.nan),
-        lambda: Gradient(-1, 1.0),
-        lambda: Gradient(8, 1.0, "float32", 4, True, 3),
-        lambda: Gradient(1, math.nan),
+        lambda: GradientSize(-1, 1.0),
+        lambda: GradientSize(8, 1.0, "float32", 4, True, 3),
+        lambda: GradientSize(1, math.nan),
         lambda: ModelProfile("m", ()),
         lambda: Compute(0.0, 1.0),
         lambda: Compute(1.0, 1.0, samples=0),

@@ -9,8 +9,8 @@ from tfdp.errors import ConfigurationError
 from tfdp.tools.commands import cli
 from tfdp.tools.simulator.waiting import (
     STEPS,
-    Cluster,
     Delays,
+    WaitingWorkers,
     asynchronous,
     balanced,
     compare_policies,
@@ -26,7 +26,7 @@ def harmonic(count):
 
 
 def cluster(workers=4, exchange=EXCHANGE, **delays):
-    return Cluster(workers, STEP, exchange, Delays(**delays))
+    return WaitingWorkers(workers, STEP, exchange, Delays(**delays))
 
 
 def test_without_delays_late_sums_hide_the_exchange():
@@ -110,4 +110,4 @@ def test_options_that_cannot_act(extra, what, capsys):
 
 def test_a_cluster_of_one_worker_waits_for_none():
     with pytest.raises(ConfigurationError, match="workers"):
-        Cluster(1, STEP, EXCHANGE)
+        WaitingWorkers(1, STEP, EXCHANGE)

@@ -9,16 +9,18 @@ from tfdp.errors import ConfigurationError
 from tfdp.plan.communication import Communication
 from tfdp.tools.simulator.machine import Link
 from tfdp.tools.tune.proposal import TrialFacts, in_order, predicted_speed
-from tfdp.tools.tune.space import DEFAULTS, LOSSY, Place, Setting, Space, knobs_of
+from tfdp.tools.tune.space import DEFAULTS, LOSSY, Setting, Space, TrialLayout, knobs_of
 
-ONE_PROCESS = Place(1, 4, 64, "in_process")
+ONE_PROCESS = TrialLayout(1, 4, 64, "in_process")
 
 
 def space_of(place=HOSTS, fits=None, **more):
     return Space(place, knobs_of(place, **more), MODEL, fits)
 
 
-@pytest.mark.parametrize("place", [HOSTS, ONE_PROCESS, Place(1, 1, 8, "in_process")])
+@pytest.mark.parametrize(
+    "place", [HOSTS, ONE_PROCESS, TrialLayout(1, 1, 8, "in_process")]
+)
 @pytest.mark.parametrize("for_memory", [False, True])
 def test_the_defaults_are_the_first(place, for_memory):
     assert space_of(place, for_memory=for_memory).settings[0] == DEFAULTS
@@ -41,7 +43,7 @@ def test_buckets_are_not_turned_where_each_tensor_goes_alone():
 
 
 def test_between_processes_the_levels_are_the_processes():
-    settings = space_of(Place(2, 4, 64, "sockets")).settings
+    settings = space_of(TrialLayout(2, 4, 64, "sockets")).settings
     assert {each.hierarchy for each in settings} == {"auto"}
     assert {each.engine for each in settings} == {"auto", "tensorflow"}
 
@@ -88,7 +90,7 @@ def test_what_does_not_fit_is_not_there():
 
 
 def test_accumulation_keeps_rows_for_each_replica():
-    knobs = knobs_of(Place(2, 2, 12, "sockets"), for_memory=True)
+    knobs = knobs_of(TrialLayout(2, 2, 12, "sockets"), for_memory=True)
     assert knobs["accumulation_steps"] == (1, 2)  # of 12 rows, 4 steps leave 3 for 4
 
 

@@ -3,14 +3,14 @@
 import random
 
 from tfdp.tools.commands.tune_processes import Measured, TrialFailed
-from tfdp.tools.simulator.model import Gradient, ModelProfile
+from tfdp.tools.simulator.model import GradientSize, ModelProfile
 from tfdp.tools.tune.proposal import TrialFacts
-from tfdp.tools.tune.space import Place
+from tfdp.tools.tune.space import TrialLayout
 
 #: Four layers of 4, 4, 1 and 0.25 MB, and their biases.
 SIZES = (4_000_000, 4_000, 4_000_000, 4_000, 1_000_000, 1_000, 250_000, 40)
-MODEL = ModelProfile("fake", tuple(Gradient(size, float(size)) for size in SIZES))
-HOSTS = Place(2, 1, 64, "sockets")
+MODEL = ModelProfile("fake", tuple(GradientSize(size, float(size)) for size in SIZES))
+HOSTS = TrialLayout(2, 1, 64, "sockets")
 
 
 class FakeTrials:

@@ -35,7 +35,7 @@ from tfdp.variables.own_values import OfRanks, OwnSums
 
 
 @dataclass(frozen=True)
-class Rows:
+class ReplicaValues:
     """One variable's values of all replicas."""
 
     all: np.ndarray  # [replicas, ...], of all hosts, by rank
@@ -56,7 +56,7 @@ class Entry:
     # Returns the whole; this host's range, flat; or [local replicas, ...]. It may share
     # the variable's memory, which the next step overwrites.
     read: Callable[[], np.ndarray]
-    restore: Callable[[Any], None]  # takes the whole, or `Rows`
+    restore: Callable[[Any], None]  # takes the whole, or `ReplicaValues`
     lengths: tuple[int, ...] = ()  # of "shards", the elements in each host's part
     # Whether it is the sum over the rows of "ranks"; other kinds store that sum.
     is_sum: bool = False
@@ -116,7 +116,9 @@ def state_of(model: keras.Model) -> Callable[[], None]:
         for entry, value in kept:
             if entry.read().tobytes() != value.tobytes():
                 is_whole = entry.kind == "whole"
-                entry.restore(value if is_whole else Rows(value, value, 0, len(value)))
+                entry.restore(
+                    value if is_whole else ReplicaValues(value, value, 0, len(value))
+                )
 
     return restore
 
@@ -232,7 +234,7 @@ def _of_ranks(name: str, of_ranks: OfRanks) -> Entry:
     def read() -> np.ndarray:
         return of_ranks.rows().numpy()
 
-    def restore(rows: Rows) -> None:
+    def restore(rows: ReplicaValues) -> None:
         if rows.own is not None:
             of_ranks.assign_rows(rows.own)
             return
@@ -246,8 +248,10 @@ def _of_ranks(name: str, of_ranks: OfRanks) -> Entry:
     return Entry(name, "ranks", tuple(first.shape), first.dtype.name, read, restore)
 
 
-def _identical_or(copies: list[tf.Variable], rule: str) -> Callable[[Rows], None]:
-    def values(rows: Rows) -> list[Any]:
+def _identical_or(
+    copies: list[tf.Variable], rule: str
+) -> Callable[[ReplicaValues], None]:
+    def values(rows: ReplicaValues) -> list[Any]:
         value = rows.all[0]
         if rule == "sum":
             value = (sum_of(rows.all) / rows.replicas).astype(rows.all.dtype)
@@ -260,10 +264,12 @@ def _identical_or(copies: list[tf.Variable], rule: str) -> Callable[[Rows], None
     return _own_or(copies, values)
 
 
-def _shares_of_groups(group_size: int, local: int) -> Callable[[Rows], list[Any]]:
+def _shares_of_groups(
+    group_size: int, local: int
+) -> Callable[[ReplicaValues], list[Any]]:
     """The replicas of a group have equal values: sum over groups, shared equally."""
 
-    def values(rows: Rows) -> list[Any]:
+    def values(rows: ReplicaValues) -> list[Any]:
         total = sum_of(rows.all) / (rows.group_size or group_size)
         part = total / (rows.replicas / group_size)
         return [part.astype(rows.all.dtype)] * local
@@ -278,8 +284,8 @@ def sum_of(rows: np.ndarray) -> np.ndarray:
 
 def _sum_to_first(
     copies: list[tf.Variable], aggregation: tf.VariableAggregation
-) -> Callable[[Rows], None]:
-    def values(rows: Rows) -> list[Any]:
+) -> Callable[[ReplicaValues], None]:
+    def values(rows: ReplicaValues) -> list[Any]:
         if aggregation == tf.VariableAggregation.SUM:
             total = rows.all.sum(axis=0, dtype=rows.all.dtype)
             nothing = np.zeros_like(total)
@@ -294,11 +300,12 @@ def _sum_to_first(
 
 
 def _own_or(
-    copies: list[tf.Variable], values: Callable[[Rows], list[Any]] | None = None
-) -> Callable[[Rows], None]:
+    copies: list[tf.Variable],
+    values: Callable[[ReplicaValues], list[Any]] | None = None,
+) -> Callable[[ReplicaValues], None]:
     """Restores each replica's own row, or `values` on other replicas; None: nothing."""
 
-    def restore(rows: Rows) -> None:
+    def restore(rows: ReplicaValues) -> None:
         if rows.own is not None:
             assign_each(copies, rows.own)
         elif values is not None:

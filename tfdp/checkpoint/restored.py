@@ -14,7 +14,7 @@ import numpy as np
 from tfdp._private.optimizer_hooks import ACCUMULATOR_NAME, strategy_of
 from tfdp.chain.compression import compression_entries, make_compression_entries
 from tfdp.checkpoint.array_files import ArrayFile, open_arrays
-from tfdp.checkpoint.entries import Entry, Rows, entries_of, sum_of
+from tfdp.checkpoint.entries import Entry, ReplicaValues, entries_of, sum_of
 from tfdp.checkpoint.hosts import Hosts
 from tfdp.checkpoint.manifest import (
     KERAS_FILE,
@@ -96,13 +96,13 @@ def restore_entries(
         record = manifest.entries.get(name)
         if record is not None:
             value = _value(name, entry, record, files, hosts)
-            if isinstance(value, Rows):
+            if isinstance(value, ReplicaValues):
                 value = _for_workers(value, name, before, now)
             entry.restore(value)
         elif COMPRESSION in name:
             local = len(entry.read())
             nothing = np.zeros((local, *entry.shape), entry.read().dtype)
-            entry.restore(Rows(nothing, nothing, 0, local))
+            entry.restore(ReplicaValues(nothing, nothing, 0, local))
 
 
 def program_arrays(
@@ -188,7 +188,7 @@ def _value(
     record: EntryRecord,
     files: Sequence[ArrayFile],
     hosts: Hosts,
-) -> np.ndarray | Rows:
+) -> np.ndarray | ReplicaValues:
     if record.kind == "ranks" and entry.kind == "ranks":
         return _rows(name, entry, record, files, hosts)
     value = whole_of(name, record, files)
@@ -199,8 +199,8 @@ def _value(
     local = len(entry.read())
     ranks = hosts.rank * local, hosts.count * local
     if entry.is_sum:  # each replica gets its share
-        return Rows(value[None], None, *ranks)
-    return Rows(value[None], np.stack([value] * local), *ranks)
+        return ReplicaValues(value[None], None, *ranks)
+    return ReplicaValues(value[None], np.stack([value] * local), *ranks)
 
 
 def whole_of(name: str, record: EntryRecord, files: Sequence[ArrayFile]) -> np.ndarray:
@@ -243,7 +243,9 @@ class _Workers:
         return cls((local,) * hosts.count, tuple(sizes))
 
 
-def _for_workers(rows: Rows, name: str, before: _Workers, now: _Workers) -> Rows:
+def _for_workers(
+    rows: ReplicaValues, name: str, before: _Workers, now: _Workers
+) -> ReplicaValues:
     """`rows` without own rows if replicas or groups differ from the checkpoint."""
     is_same = before.replicas == now.replicas
     group_size, of_optimizer = None, OF_OPTIMIZER.match(name)
@@ -262,13 +264,13 @@ def _rows(
     record: EntryRecord,
     files: Sequence[ArrayFile],
     hosts: Hosts,
-) -> Rows:
+) -> ReplicaValues:
     parts = _parts_of_rows(name, record, files)
     local = len(entry.read())
     first_rank, replicas = hosts.rank * local, hosts.count * local
     is_same = len(files) == hosts.count and {len(part) for part in parts} == {local}
     own = parts[hosts.rank] if is_same else None
-    return Rows(np.concatenate(parts), own, first_rank, replicas)
+    return ReplicaValues(np.concatenate(parts), own, first_rank, replicas)
 
 
 def _parts_of_rows(

@@ -23,14 +23,14 @@ from tfdp.plan.communication import Communication
 from tfdp.step.find_optimizers import optimizers_of, optimizers_with_sync
 from tfdp.strategies.gather_from_hosts import gather_from_hosts, refuse_strategy
 from tfdp.tools.simulator.machine import Link
-from tfdp.tools.simulator.model import Gradient, ModelProfile
+from tfdp.tools.simulator.model import GradientSize, ModelProfile
 from tfdp.tools.tune.proposal import COMPUTE_SHARE, TrialFacts, predicted_speed
 from tfdp.tools.tune.space import (
     BUCKET_BYTES,
     FIRST_BUCKET_BYTES,
-    Place,
     Setting,
     Space,
+    TrialLayout,
     communication_line,
     knobs_of,
 )
@@ -317,7 +317,7 @@ def why_nothing_acts(reducer: Reducer) -> str | None:
 def space_of(model: keras.Model, reducer: Reducer) -> Space:
     """The sizes that make different buckets of the model's gradients."""
     topology = reducer.transport.topology
-    place = Place(
+    place = TrialLayout(
         topology.hosts,
         topology.devices_per_host,
         rows=topology.num_replicas,
@@ -329,7 +329,7 @@ def space_of(model: keras.Model, reducer: Reducer) -> Space:
         elements = math.prod(variable.shape)
         bits = int("".join(sign for sign in dtype if sign.isdigit()) or 32)
         # Assumes a layer's work proportional to its weights: enough to rank sizes.
-        gradients.append(Gradient(elements * bits // 8, float(elements), dtype))
+        gradients.append(GradientSize(elements * bits // 8, float(elements), dtype))
     if not gradients:
         raise ConfigurationError("Autotune: the model has no weights to train.")
     profile = ModelProfile(model.name, tuple(gradients))

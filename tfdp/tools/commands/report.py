@@ -12,7 +12,7 @@ from tfdp.errors import ConfigurationError
 from tfdp.files.asked_for import check_output_paths, write_json_for, write_text_for
 from tfdp.progress_bar import progress_bar
 from tfdp.tools.runs.entries import printable
-from tfdp.tools.runs.facts import Facts, facts_of
+from tfdp.tools.runs.facts import RunFacts, facts_of
 from tfdp.tools.runs.in_words import compared, summary
 from tfdp.tools.runs.page import draw_comparison, draw_run
 from tfdp.tools.runs.read import is_record_file, read_run
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
             f"--json {options.json}: the page is written to the same file. Give "
             "another name, or change the page's: --page PATH."
         )
-    found: list[tuple[str, Facts]] = []
+    found: list[tuple[str, RunFacts]] = []
     with progress_bar("reading", len(names)) as advance:
         for name, directory in zip(names, options.runs, strict=True):
             found.append((name, facts_of(read_run(directory))))

@@ -42,7 +42,7 @@ class Stopped(BaseException):
 
 
 @dataclasses.dataclass(frozen=True)
-class FirstFit:
+class FitArguments:
     """The arguments of the script's first `fit`.
 
     Args:
@@ -81,11 +81,11 @@ class Script:
         self._stand_in = StandIn(strategy, replicas, self._refuse)
         self._batches = batches
         self._is_first = True
-        self._found: FirstFit | None = None
+        self._found: FitArguments | None = None
         self._refusal: Exception | None = None
         self._unused: tuple[Any, Any] | None = None  # a strategy, and a model in it
 
-    def first_fit(self) -> FirstFit:
+    def first_fit(self) -> FitArguments:
         """Runs the script.
 
         Raises:
@@ -105,7 +105,7 @@ class Script:
             return model
         return self._run().model
 
-    def _run(self) -> FirstFit:
+    def _run(self) -> FitArguments:
         self._found = self._refusal = None
         self._thread, self._stops = threading.get_ident(), 0
         failure: BaseException | None = None
@@ -210,7 +210,7 @@ class Script:
         if self._found is not None or self._refusal is not None:
             raise Stopped
 
-    def _first(self, given: dict[str, Any]) -> FirstFit:
+    def _first(self, given: dict[str, Any]) -> FitArguments:
         from tfdp.tools.testing.batches import collect_batches, row_count
 
         data, rows = input_of_fit(given, self._batches)
@@ -225,7 +225,7 @@ class Script:
             # The data have passed the fit of its class, such as KerasHub's, which
             # tokenizes: only Keras' fit is left to call.
             model.fit = lambda *args, **kwargs: keras.Model.fit(model, *args, **kwargs)
-        return FirstFit(model, data, rows, names)
+        return FitArguments(model, data, rows, names)
 
     def _refuse(self, what: str = "an optimizer is applied before it") -> None:
         if self._found is None:

@@ -28,7 +28,7 @@ from tfdp.tools.simulator.published import JITTER, POINTS
 from tfdp.tools.simulator.scaling import device_counts, lost_shares, scaling_curve
 from tfdp.tools.simulator.step import PARTS, InputRate, StepPrediction, Training
 from tfdp.tools.simulator.sums import ALGORITHMS
-from tfdp.tools.simulator.waiting import Cluster, Delays, compare_policies
+from tfdp.tools.simulator.waiting import Delays, WaitingWorkers, compare_policies
 
 MOST_DEVICES = 16_384
 DEFAULT_BATCH = 32
@@ -315,7 +315,7 @@ def policies_table(
     """A row for each policy against slow workers."""
     (step,) = curve
     seconds = step.part_seconds
-    cluster = Cluster(
+    cluster = WaitingWorkers(
         step.topology.hosts,
         seconds["compute"] + seconds["sharing cores"],
         seconds["communication"],

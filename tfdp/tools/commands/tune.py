@@ -27,7 +27,7 @@ from tfdp.tools.commands.tune_run import Finished, TuneRun, batch_of_script, wha
 from tfdp.tools.processes.children import ended_together
 from tfdp.tools.report.html_page import html_page
 from tfdp.tools.report.plots import draw_bars, require_matplotlib
-from tfdp.tools.tune.space import LOSSY, Place, Setting, knobs_of
+from tfdp.tools.tune.space import LOSSY, Setting, TrialLayout, knobs_of
 from tfdp.tools.tune.tuning import Trial
 from tfdp.tools.tune.words import changes_in_words
 
@@ -114,7 +114,7 @@ def _run_of(options: argparse.Namespace) -> TuneRun:
     engine = "in_process" if options.workers == 1 else "sockets"
     engine = "tensorflow" if gpus else engine
     replicas = options.replicas or each
-    place = Place(options.workers, replicas, options.batch or 0, engine)
+    place = TrialLayout(options.workers, replicas, options.batch or 0, engine)
     memory_bytes = None if options.memory is None else bytes_of(options.memory)
     if place.all_replicas == 1 and memory_bytes is None:
         raise ConfigurationError(

@@ -13,7 +13,7 @@ from tfdp.tools.processes.children import ProcessFailed, ask_child
 from tfdp.tools.simulator.machine import Link
 from tfdp.tools.simulator.model import ModelProfile
 from tfdp.tools.tune.proposal import COMPUTE_SHARE, TrialFacts
-from tfdp.tools.tune.space import Place, Setting
+from tfdp.tools.tune.space import Setting, TrialLayout
 
 
 class TrialFailed(TfdpError, RuntimeError):
@@ -37,7 +37,7 @@ class Trials:
     """Trials of one model in one place."""
 
     target: str  # as `tfdp check` takes it
-    place: Place
+    place: TrialLayout
     steps: int  # timed in each trial
     timeout_seconds: float  # of each trial
     arguments: tuple[str, ...] = ()  # of a script that is run

@@ -18,8 +18,8 @@ from tfdp.tools.commands.plan_model import load_model, parse_model
 from tfdp.tools.commands.tune_processes import TrialFailed, Trials, result_of
 from tfdp.tools.processes.children import answer
 from tfdp.tools.tune.proposal import in_order
-from tfdp.tools.tune.space import DEFAULTS, Place, Setting, Space
-from tfdp.tools.tune.tuning import Trial, Tuning, Verdict, search_of
+from tfdp.tools.tune.space import DEFAULTS, Setting, Space, TrialLayout
+from tfdp.tools.tune.tuning import Trial, Tuning, TuningResult, search_of
 from tfdp.tools.tune.words import Terms, line_of_round, line_of_trial, outcome
 
 # Plans the memory in a process in which TensorFlow takes no GPU, since the trials need
@@ -34,7 +34,7 @@ MODULE = "tfdp.tools.commands.tune_run"
 
 def what_fits(
     target: str,
-    place: Place,
+    place: TrialLayout,
     memory_bytes: int,
     stored: Sequence[Stored],
     arguments: Sequence[str] = (),
@@ -129,10 +129,10 @@ def _answers(
 class Finished:
     """The result of `tfdp tune`."""
 
-    verdict: Verdict
+    verdict: TuningResult
     trials: tuple[Trial, ...]  # the baseline first
     lines: tuple[str, ...]  # the log
-    place: Place
+    place: TrialLayout
     load: tuple[float, float]  # of the machine, before and after
     seconds: float
 
@@ -146,7 +146,7 @@ class TuneRun:
     """
 
     trials: Trials
-    place: Place  # the first trial reports its engine
+    place: TrialLayout  # the first trial reports its engine
     knobs: Mapping[str, Sequence[Any]]  # option name -> values to try
     _: dataclasses.KW_ONLY
     memory_bytes: int | None = None  # of one replica; None: everything fits

@@ -20,7 +20,7 @@ from tfdp.tools.commands.end_of_process import leave
 from tfdp.tools.commands.plan_model import load_model, parse_model
 from tfdp.tools.processes.children import answer
 from tfdp.tools.processes.devices import find_devices
-from tfdp.tools.tune.space import Place, Setting
+from tfdp.tools.tune.space import Setting, TrialLayout
 
 WARM_UP_STEPS = 3
 
@@ -34,7 +34,10 @@ def _figures(request: dict[str, Any]) -> dict[str, Any] | None:
 
     from tfdp import remat
 
-    setting, place = Setting.from_json(request["setting"]), Place(**request["place"])
+    setting, place = (
+        Setting.from_json(request["setting"]),
+        TrialLayout(**request["place"]),
+    )
     strategy = _strategy(place, setting, request["timeout_seconds"])
     keras.utils.set_random_seed(0)
     with strategy.scope():  # in which a script builds its model when it is run
@@ -78,7 +81,7 @@ def timed_steps(
     return {"seconds": seconds, "profile": profile_of(model, inputs)}
 
 
-def _strategy(place: Place, setting: Setting, timeout_seconds: float) -> Any:
+def _strategy(place: TrialLayout, setting: Setting, timeout_seconds: float) -> Any:
     import tfdp
     from tfdp.plan.communication import IdleOptions
 
@@ -129,7 +132,7 @@ def _accumulate(model: Any, steps: int) -> None:
 
 
 def _target(
-    request: dict[str, Any], place: Place, strategy: Any
+    request: dict[str, Any], place: TrialLayout, strategy: Any
 ) -> tuple[Callable[[], Any], Any]:
     """The model function, and the data; None for a model of keras.applications."""
     target = parse_model(request["target"], request["arguments"], place.rows)

@@ -17,7 +17,7 @@ from tfdp.plan.communication import Communication
 from tfdp.tools.measuring.gradient_sets import FLOAT32_BYTES, GRADIENT_SETS
 from tfdp.tools.measuring.models import MODELS
 from tfdp.tools.measuring.one_core import measure_coding, measure_rows
-from tfdp.tools.measuring.places import Figures, Place, Work, measure_place
+from tfdp.tools.measuring.places import Arrangement, Figures, Work, measure_place
 from tfdp.tools.measuring.two_hosts import two_hosts
 from tfdp.tools.simulator.machine import Link
 from tfdp.tools.simulator.measured import MeasuredMachine, MeasuredModel
@@ -25,16 +25,16 @@ from tfdp.tools.simulator.model import ModelProfile
 from tfdp.tools.simulator.sums import moved_in_process
 
 LOOPBACK = "loopback"
-PLACES = tuple(Place(*each) for each in ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2)))
+PLACES = tuple(Arrangement(*each) for each in ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2)))
 SUMS_OF_A_FIGURE = QUICK_CALLS = 2
-WITHIN, BETWEEN = Place(1, 2), Place(2, 1)
+WITHIN, BETWEEN = Arrangement(1, 2), Arrangement(2, 1)
 # Of 102 MB with eight methods; repeats differ by a few per cent.
 MOST_CODINGS = 5
 
 
 def measure_machine(
     models: Sequence[str],
-    places: Sequence[Place],
+    places: Sequence[Arrangement],
     *,
     link: str = LOOPBACK,
     repeats: int,
@@ -57,7 +57,7 @@ def measure_machine(
     within = {}
     for replicas in sorted({WITHIN.replicas, *of_one} - {1}):
         say(f"sums of {replicas} replicas within one process")
-        place = Place(1, replicas)
+        place = Arrangement(1, replicas)
         within[replicas] = measure_link(
             place, LOOPBACK, cores, repeats, timeout_seconds
         )
@@ -100,7 +100,7 @@ def measure_machine(
 
 
 def measure_link(
-    place: Place,
+    place: Arrangement,
     link: str,
     cores: int,
     repeats: int,
@@ -120,12 +120,12 @@ def measure_link(
     return link_of(place, found, cores)
 
 
-def sums_for_link(place: Place) -> list[Work]:
+def sums_for_link(place: Arrangement) -> list[Work]:
     """The sums whose figures `link_of` needs."""
     return [Work("sums", name, SUMS_OF_A_FIGURE) for name in _sets(place).names]
 
 
-def link_of(place: Place, found: Sequence[Figures], cores: int) -> Link:
+def link_of(place: Arrangement, found: Sequence[Figures], cores: int) -> Link:
     """The link of one process, or of several with one replica each, from its sums."""
     sets = _sets(place)
     times = {
@@ -145,7 +145,7 @@ def link_of(place: Place, found: Sequence[Figures], cores: int) -> Link:
     return fit_link(sets, times, moved_bytes, rounds=2 * hops, cores=cores)
 
 
-def _sets(place: Place) -> SumSets:
+def _sets(place: Arrangement) -> SumSets:
     return WITHIN_SETS if place.processes == 1 else BETWEEN_SETS
 
 

@@ -19,7 +19,7 @@ PROCESS = "tfdp.tools.measuring.process"
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Arrangement:
     """An arrangement: processes of this machine, and replicas of each.
 
     >>> str(Place(2, 1))
@@ -61,7 +61,7 @@ class Figures:
 
 
 def measure_place(
-    place: Place,
+    place: Arrangement,
     wanted: Sequence[Work],
     repeats: int,
     timeout_seconds: float,
@@ -86,7 +86,7 @@ def measure_place(
     return [_join(of_processes) for of_processes in zip(*answers, strict=True)]
 
 
-def _children(place: Place, hosts: TwoHosts | None) -> list[Child]:
+def _children(place: Arrangement, hosts: TwoHosts | None) -> list[Child]:
     address, key = ADDRESSES[0] if hosts else LOOPBACK, make_job_key()
     coordinator = f"{address}:{free_port()}"
     children = []

@@ -16,7 +16,7 @@ from tfdp.cluster import find_cluster
 from tfdp.tools.measuring.gradient_sets import GRADIENT_SETS
 from tfdp.tools.measuring.in_turn import time_in_turn, turns
 from tfdp.tools.measuring.models import LOCAL_BATCH, MODELS, make_images
-from tfdp.tools.measuring.places import Place, Work
+from tfdp.tools.measuring.places import Arrangement, Work
 from tfdp.tools.measuring.steps import WARM_UP_CALLS, make_step, without_sums
 from tfdp.tools.measuring.sums import make_gradients, make_reduction
 from tfdp.tools.planning.keras_profile import profile_of
@@ -25,7 +25,7 @@ from tfdp.tools.processes.children import answer
 
 def _find(request: dict[str, Any]) -> list[dict[str, Any]]:
     """The figures of each work, as plain data."""
-    place = Place(**request["place"])
+    place = Arrangement(**request["place"])
     wanted = [Work(**each) for each in request["wanted"]]
     cluster = find_cluster()
     rank = cluster.rank if cluster else 0
@@ -50,7 +50,7 @@ def _find(request: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def _make_strategy(place: Place, rank: int, timeout_seconds: float) -> Any:
+def _make_strategy(place: Arrangement, rank: int, timeout_seconds: float) -> Any:
     """The strategy of this process, which gets a core of its own if there are enough.
 
     A logical CPU has one thread, and stands for a core.

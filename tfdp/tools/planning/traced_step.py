@@ -119,7 +119,7 @@ class TracedModel:
                 "The function must return a compiled Keras model. It returned: "
                 f"{type(self.model).__name__}."
             )
-        self.batch: Batch = batch_of(batch, self.model)
+        self.batch: BatchRows = batch_of(batch, self.model)
         # What the model requested; here XLA and eager mode are off.
         self.is_compiled = take_over_jit(self.model)
         self.is_eager = bool(self.model.run_eagerly)
@@ -387,7 +387,7 @@ FORMS = (
 MOST_ROWS = 2**31 - 1
 
 
-class Batch:
+class BatchRows:
     """The row structure of a batch (`like`: TensorSpecs without rows), and its rows."""
 
     def __init__(self, like: Any, rows: int):
@@ -414,14 +414,14 @@ class Batch:
         )
 
 
-def batch_of(batch: Any, model: keras.Model) -> Batch:
+def batch_of(batch: Any, model: keras.Model) -> BatchRows:
     """Converts the `batch` argument of `plan`."""
     if is_whole(batch, least=1):
         if batch > MOST_ROWS:
             raise ConfigurationError(
                 f"batch must be at most {MOST_ROWS:,} rows. Received: {batch}."
             )
-        return Batch(_rows_of_model(model), batch)
+        return BatchRows(_rows_of_model(model), batch)
     if isinstance(batch, bool | int | float | str) or batch is None:
         raise ConfigurationError(f"batch must be {FORMS}. Received: {batch!r}.")
     if isinstance(batch, list):
@@ -436,7 +436,7 @@ def batch_of(batch: Any, model: keras.Model) -> Batch:
     like = tf.nest.map_structure(
         lambda spec: tf.TensorSpec(spec.shape[1:], spec.dtype), specs
     )
-    return Batch(_closed(like), rows.pop())
+    return BatchRows(_closed(like), rows.pop())
 
 
 def _spec_of(part: Any) -> tf.TensorSpec:

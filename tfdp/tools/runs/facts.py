@@ -62,7 +62,7 @@ class Attempt:
 
 
 @dataclasses.dataclass(frozen=True)
-class Trace:
+class TraceOfStep:
     """A trace of `StepTimeline`."""
 
     name: str  # of the file
@@ -70,15 +70,15 @@ class Trace:
 
 
 @dataclasses.dataclass(frozen=True)
-class Facts:
+class RunFacts:
     """The figures of a run."""
 
     run: Run
     rates: Sequence[Rate]  # in order of time
     starts: Sequence[Attempt]
     part_seconds: Mapping[int, Mapping[str, float]]  # by worker and part
-    stragglers: Stragglers
-    traces: Sequence[Trace]
+    stragglers: StragglerFacts
+    traces: Sequence[TraceOfStep]
     notes: Sequence[str]  # what is missing or damaged, in sentences
 
     @property
@@ -195,7 +195,7 @@ class Facts:
         return dict(finite(content, lambda _: None))
 
 
-def facts_of(run: Run) -> Facts:
+def facts_of(run: Run) -> RunFacts:
     """Computes the figures of a run."""
     starts, rates = [], []
     for session, begin in zip(run.sessions, _begins(run), strict=True):
@@ -204,11 +204,11 @@ def facts_of(run: Run) -> Facts:
     traces, notes = [], [*run.notes, *mixture_notes(run)]
     for path in run.traces:
         try:
-            traces.append(Trace(path.name, read_trace(path)))
+            traces.append(TraceOfStep(path.name, read_trace(path)))
         except DataError as error:
             notes.append(str(error))
     starts, stragglers = _with_lost_steps(starts), find_stragglers(run)
-    return Facts(run, rates, starts, _parts(run), stragglers, traces, notes)
+    return RunFacts(run, rates, starts, _parts(run), stragglers, traces, notes)
 
 
 def epochs_of(run: Run) -> list[Epoch]:
@@ -340,7 +340,7 @@ class Straggler:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stragglers:
+class StragglerFacts:
     """The stragglers of a run."""
 
     found: Sequence[Straggler]  # the most expensive first
@@ -349,14 +349,16 @@ class Stragglers:
     unknown: str = ""  # why there is no answer; "": there is
 
 
-def find_stragglers(run: Run) -> Stragglers:
+def find_stragglers(run: Run) -> StragglerFacts:
     """Finds the workers that were last to enter exchanges, step by step.
 
     In a synchronous training a step takes equally long on all workers, slow or waiting;
     only the time that each spends in exchanges distinguishes them.
     """
     if all(session.first.start.workers == 1 for session in run.sessions):
-        return Stragglers((), {}, 0, "There is one worker, which waits for no other.")
+        return StragglerFacts(
+            (), {}, 0, "There is one worker, which waits for no other."
+        )
     looked = [
         each
         for session in run.sessions
@@ -365,7 +367,7 @@ def find_stragglers(run: Run) -> Stragglers:
     ]
     known = [each for each in looked if each.waiting_seconds is not None]
     if not known:
-        return Stragglers((), {}, 0, _why_unknown(run))
+        return StragglerFacts((), {}, 0, _why_unknown(run))
     seconds = sum(each.seconds for each in known)
     steps = sum(_steps(each) for each in known)
     slowest: dict[int, list[AlignedSteps]] = collections.defaultdict(list)
@@ -379,7 +381,7 @@ def find_stragglers(run: Run) -> Stragglers:
             slowest[rank].append(each)
     found = [_straggler(rank, mine, steps, seconds) for rank, mine in slowest.items()]
     found.sort(key=lambda straggler: -straggler.lost_seconds)
-    return Stragglers(found, dict(sorted(waited.items())), steps)
+    return StragglerFacts(found, dict(sorted(waited.items())), steps)
 
 
 def _steps(each: AlignedSteps) -> int:

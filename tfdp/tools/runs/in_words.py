@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from tfdp.tools.report.text import format_bytes, format_seconds, format_table
-from tfdp.tools.runs.facts import Facts, Straggler, epochs_of
+from tfdp.tools.runs.facts import RunFacts, Straggler, epochs_of
 from tfdp.tools.runs.together import BETWEEN, COMPUTING, INPUT, SENDING, VALIDATION
 
 # Smaller shares are omitted.
@@ -13,7 +13,7 @@ LEAST_SHARE = 0.005
 MOST_METRICS = 6
 
 
-def headline(facts: Facts) -> str:
+def headline(facts: RunFacts) -> str:
     """The model, workers, steps and duration."""
     start = facts.run.sessions[-1].first.start
     model = start.settings.get("model", "a model").partition(":")[0]
@@ -28,14 +28,14 @@ def headline(facts: Facts) -> str:
     )
 
 
-def summary(facts: Facts) -> str:
+def summary(facts: RunFacts) -> str:
     """Lines for a terminal: speed, where the time went, stragglers, advice."""
     rows = [*figures(facts), ("next", advice(facts))]
     lines = [headline(facts), *(f"  {name:<16} {text}" for name, text in rows)]
     return "\n".join([*lines, *(f"  note: {note}" for note in facts.notes)])
 
 
-def figures(facts: Facts) -> list[tuple[str, str]]:
+def figures(facts: RunFacts) -> list[tuple[str, str]]:
     """The lines of the summary, as (name, text)."""
     parts = sorted(facts.steady_shares.items(), key=lambda each: -each[1])
     went = ", ".join(f"{p} {share:.0%}" for p, share in parts if share >= LEAST_SHARE)
@@ -62,7 +62,7 @@ def figures(facts: Facts) -> list[tuple[str, str]]:
     return [(name, text) for name, text in rows if text]
 
 
-def side_by_side(runs: Sequence[tuple[str, Facts]]) -> list[list[str]]:
+def side_by_side(runs: Sequence[tuple[str, RunFacts]]) -> list[list[str]]:
     """A table with a row for each figure and a column for each run; titles first."""
     found = [dict(figures(facts)) for _, facts in runs]
     names = list(dict.fromkeys(name for each in found for name in each))
@@ -72,7 +72,7 @@ def side_by_side(runs: Sequence[tuple[str, Facts]]) -> list[list[str]]:
     ]
 
 
-def compared(runs: Sequence[tuple[str, Facts]]) -> str:
+def compared(runs: Sequence[tuple[str, RunFacts]]) -> str:
     """A table for a terminal: speed and parts of each run, relative to the first."""
     first = runs[0][1]
     titles = ["run", "steps", "step", "samples/s", "vs the first"]
@@ -107,13 +107,13 @@ def describe_straggler(straggler: Straggler) -> str:
     )
 
 
-def said_while_training(facts: Facts) -> list[str]:
+def said_while_training(facts: RunFacts) -> list[str]:
     """Lines that `callbacks.Stragglers` printed, from the record of each start."""
     said = [one for session in facts.run.sessions for one in session.first.said]
     return [f"step {one.step}: {one.text}" for one in said]
 
 
-def _throughput(facts: Facts) -> str:
+def _throughput(facts: RunFacts) -> str:
     if facts.step_seconds is None:
         return "not known: no step was made after the first one"
     step = f"a step takes {format_seconds(facts.step_seconds)} on average"
@@ -127,7 +127,7 @@ def _throughput(facts: Facts) -> str:
     return f"{rate:,.4g} samples/s; {step}"
 
 
-def _slowest(facts: Facts) -> str:
+def _slowest(facts: RunFacts) -> str:
     stragglers = facts.stragglers
     if stragglers.unknown:
         return stragglers.unknown
@@ -136,7 +136,7 @@ def _slowest(facts: Facts) -> str:
     return describe_straggler(stragglers.found[0])
 
 
-def _memory(facts: Facts) -> str:
+def _memory(facts: RunFacts) -> str:
     return "; ".join(
         f"{what} {format_bytes(max(found.values()))} at most (worker {rank})"
         for what, field in (("host", "peak_bytes"), ("GPU", "device_peak_bytes"))
@@ -145,7 +145,7 @@ def _memory(facts: Facts) -> str:
     )
 
 
-def _sent(facts: Facts) -> str:
+def _sent(facts: RunFacts) -> str:
     parts = []
     for where in ("within", "between"):
         found = facts.per_step(f"{where}_bytes")
@@ -154,7 +154,7 @@ def _sent(facts: Facts) -> str:
     return f"{', '.join(parts)} (of the worker that sends most)"
 
 
-def _interruptions(facts: Facts) -> list[str]:
+def _interruptions(facts: RunFacts) -> list[str]:
     """A text for every start that did not end normally."""
     found = []
     for number, start in enumerate(facts.starts):
@@ -201,7 +201,7 @@ ADVICE = {
 }
 
 
-def advice(facts: Facts) -> str:
+def advice(facts: RunFacts) -> str:
     """One or two sentences on the largest possible gains."""
     found = sorted(_sentences(facts), key=lambda each: -each[0])
     if found:
@@ -212,7 +212,7 @@ def advice(facts: Facts) -> str:
     )
 
 
-def _sentences(facts: Facts) -> Iterator[tuple[float, str]]:
+def _sentences(facts: RunFacts) -> Iterator[tuple[float, str]]:
     """Yields (the share of the time that it concerns, what to do)."""
     if not facts.steady:
         yield (0.0, "No step was made after the first one.")
@@ -234,7 +234,7 @@ def _sentences(facts: Facts) -> Iterator[tuple[float, str]]:
     yield from _trends(facts)
 
 
-def _trends(facts: Facts) -> Iterator[tuple[float, str]]:
+def _trends(facts: RunFacts) -> Iterator[tuple[float, str]]:
     steady = facts.steady
     if len(steady) < LEAST_LINES:
         return

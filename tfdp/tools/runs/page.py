@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from tfdp.tools.report.html_page import TABLE_STYLE, html_page, html_table
 from tfdp.tools.report.text import format_bytes, format_seconds
 from tfdp.tools.runs import in_words, pictures
-from tfdp.tools.runs.facts import Facts
+from tfdp.tools.runs.facts import RunFacts
 
 STYLE = (
     TABLE_STYLE
@@ -32,7 +32,7 @@ MOST_WORKERS, MOST_STARTS, MOST_STRAGGLERS = 64, 50, 8
 PERFETTO = "ui.perfetto.dev"
 
 
-def draw_run(facts: Facts, title: str, folder: str = ".") -> str:
+def draw_run(facts: RunFacts, title: str, folder: str = ".") -> str:
     """The page of a run; `folder`: the run's directory, relative to the page."""
     rates = pictures.rate_pictures(facts)
     sizes = pictures.size_pictures(facts)
@@ -57,7 +57,7 @@ def draw_run(facts: Facts, title: str, folder: str = ".") -> str:
     return html_page(title, *parts, style=STYLE)
 
 
-def draw_comparison(runs: Sequence[tuple[str, Facts]], title: str) -> str:
+def draw_comparison(runs: Sequence[tuple[str, RunFacts]], title: str) -> str:
     """The page that compares runs, given as (unique name, figures)."""
     titles, *rows = in_words.side_by_side(runs)
     return html_page(
@@ -86,12 +86,12 @@ def _items(texts: Sequence[str]) -> str:
     return "".join(f"<li>{html.escape(text)}</li>" for text in texts)
 
 
-def _notes(facts: Facts) -> Iterator[str]:
+def _notes(facts: RunFacts) -> Iterator[str]:
     if facts.notes:
         yield f"<h2>Missing or damaged</h2>\n<ul>{_items(facts.notes)}</ul>"
 
 
-def _stragglers(facts: Facts) -> Iterator[str]:
+def _stragglers(facts: RunFacts) -> Iterator[str]:
     stragglers = facts.stragglers
     if named := in_words.said_while_training(facts)[-MOST_STRAGGLERS:]:
         yield f"<p>While it trained:</p><ul>{_items(named)}</ul>"
@@ -108,7 +108,7 @@ def _stragglers(facts: Facts) -> Iterator[str]:
     yield pictures.wait_picture(facts)
 
 
-def _traces(facts: Facts, folder: str) -> Iterator[str]:
+def _traces(facts: RunFacts, folder: str) -> Iterator[str]:
     if not facts.traces:
         return
     yield "<h2>Single steps, by replica</h2>"
@@ -122,7 +122,7 @@ def _traces(facts: Facts, folder: str) -> Iterator[str]:
         yield pictures.trace_picture(trace.replicas)
 
 
-def _tables(facts: Facts) -> Iterator[str]:
+def _tables(facts: RunFacts) -> Iterator[str]:
     last = facts.run.sessions[-1]
     yield _text_table("Settings", list(last.first.start.settings.items()))
     yield _text_table("Versions", list(last.first.start.versions.items()))
@@ -143,7 +143,7 @@ def _tables(facts: Facts) -> Iterator[str]:
     yield _starts(facts)
 
 
-def _starts(facts: Facts) -> str:
+def _starts(facts: RunFacts) -> str:
     rows = []
     for number, start in enumerate(facts.starts[:MOST_STARTS]):
         began = facts.run.sessions[number].first.start.began_seconds

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from tfdp.tools.report.plots import Chart, Point, draw_bars, draw_chart, thinned
 from tfdp.tools.report.text import format_seconds
-from tfdp.tools.runs.facts import Facts, Rate, epochs_of, merged
+from tfdp.tools.runs.facts import Rate, RunFacts, epochs_of, merged
 from tfdp.tools.runs.together import COMPUTING, FIRST, PARTS, WAITING
 from tfdp.tools.runs.traces import ReplicaTrace
 
@@ -31,7 +31,7 @@ MOST_LINES = 4
 UNITS = ((172800, 86400.0, "days"), (7200, 3600.0, "hours"), (120, 60.0, "min"))
 
 
-def rate_pictures(facts: Facts) -> list[str]:
+def rate_pictures(facts: RunFacts) -> list[str]:
     """Samples per second, and the duration of a step, over the run's time."""
     unit, name = _time_unit(facts.seconds)
     restarts = [start.from_seconds / unit for start in facts.starts[1:]]
@@ -54,7 +54,7 @@ def rate_pictures(facts: Facts) -> list[str]:
     ]
 
 
-def part_picture(facts: Facts) -> str:
+def part_picture(facts: RunFacts) -> str:
     """Draws where the time of each worker went, without steps in which it traced."""
     bars = []
     for rank, parts in facts.part_seconds.items():
@@ -66,7 +66,7 @@ def part_picture(facts: Facts) -> str:
     return _bars("Time of each worker", bars, STEADY_COLOURS, "s")
 
 
-def wait_picture(facts: Facts) -> str:
+def wait_picture(facts: RunFacts) -> str:
     """How long each worker waited for others; the others wait for the lowest."""
     found = facts.stragglers.waited_seconds
     bars = [
@@ -87,7 +87,7 @@ def trace_picture(replicas: Sequence[ReplicaTrace]) -> str:
     return _bars("Time of each replica in the trace", bars, TRACE_COLOURS, "ms")
 
 
-def size_pictures(facts: Facts) -> list[str]:
+def size_pictures(facts: RunFacts) -> list[str]:
     """Memory of the host and of GPUs, and bytes sent per step, over time."""
     titles = {
         "resident_bytes": "memory of the process in GB",
@@ -102,7 +102,7 @@ def size_pictures(facts: Facts) -> list[str]:
     ]
 
 
-def learning_pictures(facts: Facts) -> list[str]:
+def learning_pictures(facts: RunFacts) -> list[str]:
     """The loss step by step, and Keras' metrics of epochs."""
     pictures = []
     points: list[Point] = []
@@ -136,7 +136,7 @@ def _metric_pictures(metrics: Mapping[str, Mapping[str, list[Point]]]) -> list[s
     ]
 
 
-def compared_bars(runs: Sequence[tuple[str, Facts]]) -> str:
+def compared_bars(runs: Sequence[tuple[str, RunFacts]]) -> str:
     """Draws where the time of a step went, on the mean worker of each run."""
     bars = []
     for name, facts in runs:
@@ -147,7 +147,7 @@ def compared_bars(runs: Sequence[tuple[str, Facts]]) -> str:
     return _bars("Time of a step in each run", bars, STEADY_COLOURS, "ms")
 
 
-def compared_pictures(runs: Sequence[tuple[str, Facts]]) -> list[str]:
+def compared_pictures(runs: Sequence[tuple[str, RunFacts]]) -> list[str]:
     """Throughput and metrics of the first runs, one colour each."""
     runs = runs[:MOST_LINES]
     rates, metrics = {}, dict[str, dict[str, list[Point]]]()
@@ -178,13 +178,13 @@ def _bars(
     return drawn + (f"<p>{more} more are not drawn.</p>" if more > 0 else "")
 
 
-def _speed(facts: Facts, rate: Rate) -> float:
+def _speed(facts: RunFacts, rate: Rate) -> float:
     if facts.samples_per_second is not None:
         return rate.samples_per_second or 0.0
     return rate.steps / rate.seconds
 
 
-def _stretches(facts: Facts) -> list[list[Rate]]:
+def _stretches(facts: RunFacts) -> list[list[Rate]]:
     """The steady rates of each start that has any, merged to a visible width."""
     width = math.ceil(len(facts.steady) / MOST_RATES)
     found = []
@@ -205,7 +205,7 @@ def _time_unit(seconds: float) -> tuple[float, str]:
     return found[0] if found else (1.0, "seconds")
 
 
-def _over_time(facts: Facts, field: str, title: str) -> str:
+def _over_time(facts: RunFacts, field: str, title: str) -> str:
     """A line per worker; for more than four the least, the median and the most."""
     unit, name = _time_unit(facts.seconds)
     lines: dict[str, list[Point]] = {}

@@ -13,7 +13,7 @@ from tfdp import DataParallelStrategy
 from tfdp.errors import CollectiveError, ParityError
 from tfdp.tools.testing.batches import collect_batches
 from tfdp.tools.testing.parity import compare_and_report
-from tfdp.tools.testing.trainee import Setting
+from tfdp.tools.testing.trainee import CheckedTraining
 
 STEPS = 3
 ROWS_OF_A_REPLICA = 8
@@ -30,7 +30,7 @@ def check_training(strategy: DataParallelStrategy, jit_compile: bool) -> str:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(rows, *IMAGE)).astype("float32")
     y = rng.integers(0, CLASSES, size=(rows,))
-    setting = Setting(
+    setting = CheckedTraining(
         build=functools.partial(_build, jit_compile),
         strategy=strategy,
         batches=collect_batches((x, y), STEPS, batch),

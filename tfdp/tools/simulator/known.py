@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tfdp.tools.simulator.machine import Link, Machine
-from tfdp.tools.simulator.model import Gradient, ModelProfile
+from tfdp.tools.simulator.model import GradientSize, ModelProfile
 
 NVLINK_SECONDS, PCIE_SECONDS, NETWORK_SECONDS = 3.4e-6, 5.7e-6, 14.0e-6
 LAUNCH_SECONDS = 8.4e-6
@@ -101,12 +101,15 @@ HARDWARE = {machine.name: machine for machine in _ROWS}
 # 2 k k c d s s FLOPs a sample on s x s positions, a dense layer 2 c d. The numbers of
 # weights are those of Keras' models.
 FLOAT32 = 4
-Layers = list[Gradient]
+Layers = list[GradientSize]
 
 
 def _dense(inputs: int, outputs: int, size: int = FLOAT32) -> Layers:
     work = 2.0 * inputs * outputs
-    return [Gradient(size * inputs * outputs, work), Gradient(size * outputs, 0.0)]
+    return [
+        GradientSize(size * inputs * outputs, work),
+        GradientSize(size * outputs, 0.0),
+    ]
 
 
 def _convolution(
@@ -114,8 +117,8 @@ def _convolution(
 ) -> Layers:
     """A kernel and `vectors` further weights: biases, scales and shifts."""
     weights = height * width * inputs * outputs
-    kernel = Gradient(FLOAT32 * weights, 2.0 * weights * side * side)
-    return [kernel, *[Gradient(FLOAT32 * outputs, 0.0)] * vectors]
+    kernel = GradientSize(FLOAT32 * weights, 2.0 * weights * side * side)
+    return [kernel, *[GradientSize(FLOAT32 * outputs, 0.0)] * vectors]
 
 
 def _profile(name: str, layers: Layers) -> ModelProfile:
@@ -231,13 +234,13 @@ def _bert_base() -> ModelProfile:
     """Devlin et al. 2018; a sample is a sequence of 128 tokens."""
     tokens, width = 128, 768
     layers: Layers = [
-        Gradient(FLOAT32 * rows * width, 0.0) for rows in (30522, 512, 2, 1, 1)
+        GradientSize(FLOAT32 * rows * width, 0.0) for rows in (30522, 512, 2, 1, 1)
     ]
     for _ in range(12):
         for inputs, outputs in [(width, width)] * 4 + [(width, 3072), (3072, width)]:
             kernel, bias = _dense(inputs, outputs)
-            layers += [Gradient(kernel.size_bytes, tokens * kernel.work), bias]
-        layers += [Gradient(FLOAT32 * width, 0.0)] * 4
+            layers += [GradientSize(kernel.size_bytes, tokens * kernel.work), bias]
+        layers += [GradientSize(FLOAT32 * width, 0.0)] * 4
     return _profile("bert-base", layers + _dense(width, width))
 
 
@@ -249,12 +252,12 @@ def _llama_3(name: str, layers: int, width: int, feed_forward: int) -> ModelProf
     gated = 3 * width * feed_forward
     scores = 2.0 * width * 8192  # 2 products of 2 FLOPs, half of the sequence
     block = [
-        Gradient(size * attention, 2.0 * attention + scores),
-        Gradient(size * gated, 2.0 * gated),
-        Gradient(size * 2 * width, 0.0),
+        GradientSize(size * attention, 2.0 * attention + scores),
+        GradientSize(size * gated, 2.0 * gated),
+        GradientSize(size * 2 * width, 0.0),
     ]
-    embedding = Gradient(size * vocabulary, 0.0)
-    head = Gradient(size * vocabulary, 2.0 * vocabulary)
+    embedding = GradientSize(size * vocabulary, 0.0)
+    head = GradientSize(size * vocabulary, 2.0 * vocabulary)
     return _profile(name, [embedding, *block * layers, head])
 
 

@@ -16,7 +16,7 @@ MOST_GRADIENTS = 1_000_000
 
 
 @dataclasses.dataclass(frozen=True)
-class Gradient:
+class GradientSize:
     """The gradient of one variable.
 
     Args:
@@ -60,7 +60,7 @@ class ModelProfile:
     """
 
     name: str
-    gradients: tuple[Gradient, ...]
+    gradients: tuple[GradientSize, ...]
     forward_flops_per_sample: float = 0.0
 
     def __post_init__(self) -> None:
@@ -77,7 +77,7 @@ class ModelProfile:
     @classmethod
     def from_plain(cls, name: str, plain: Mapping[str, Any]) -> ModelProfile:
         """Makes a profile of a result of `planning.keras_profile.profile_of`."""
-        gradients = tuple(Gradient(*each) for each in plain["gradients"])
+        gradients = tuple(GradientSize(*each) for each in plain["gradients"])
         return cls(name, gradients, plain["forward_flops_per_sample"])
 
     @property

@@ -22,7 +22,12 @@ from tfdp.tools.simulator.failures import Jitter, Reliability
 from tfdp.tools.simulator.lossy import Lossy
 from tfdp.tools.simulator.machine import Machine, at_least_zero, positive, whole
 from tfdp.tools.simulator.model import Compute, ModelProfile, ready_seconds
-from tfdp.tools.simulator.sums import ALGORITHMS, Stage, exchange_stages, row_stages
+from tfdp.tools.simulator.sums import (
+    ALGORITHMS,
+    ExchangePart,
+    exchange_stages,
+    row_stages,
+)
 
 MOST_DEVICES = 1 << 24
 #: The parts of a step, in the order of reports.
@@ -230,7 +235,7 @@ def _stages_of(
     topology: Topology,
     part: float,
     lossy: Lossy | None = None,
-) -> list[Stage]:
+) -> list[ExchangePart]:
     return exchange_stages(
         bucket.size_bytes or 0,
         topology,
@@ -242,7 +247,7 @@ def _stages_of(
     )
 
 
-def _tables(training: Training, topology: Topology) -> dict[int, list[Stage]]:
+def _tables(training: Training, topology: Topology) -> dict[int, list[ExchangePart]]:
     """Stages of each table's row exchange, by the place of its gradient."""
     if training.gather_parts:
         return {}
@@ -304,7 +309,7 @@ ALL_CORES = 1.0 + 1e-9
 def simulate_step(
     compute_seconds: float,
     ready_seconds: Sequence[float],
-    stages: Sequence[Sequence[Stage]],
+    stages: Sequence[Sequence[ExchangePart]],
 ) -> float:
     """Seconds from the start of forward to the end of backward and of all sums.
 
@@ -326,7 +331,7 @@ class _Simulation:
         self,
         compute_seconds: float,
         ready_seconds: Sequence[float],
-        stages: Sequence[Sequence[Stage]],
+        stages: Sequence[Sequence[ExchangePart]],
     ):
         self._compute_seconds = compute_seconds
         self._stages = stages

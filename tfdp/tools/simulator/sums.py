@@ -47,7 +47,7 @@ WITHIN, BETWEEN, CODING = "within", "between", "coding"
 
 
 @dataclasses.dataclass(frozen=True)
-class Stage:
+class ExchangePart:
     """A part of an exchange, on one level of links ("within", "between" or "coding").
 
     Stages of a level do not overlap; `compute_share` of the replicas' compute is taken.
@@ -66,7 +66,7 @@ def exchange_stages(
     part: float = 1.0,
     tensors: int = 1,
     lossy: Lossy | None = None,
-) -> list[Stage]:
+) -> list[ExchangePart]:
     """The stages of an exchange, in order; none on a single replica.
 
     `size_bytes` are those of each replica's `tensors` together; `part` is 1 for an
@@ -88,19 +88,21 @@ def exchange_stages(
     if topology.devices_per_host > 1:
         seconds = part * _within(size_bytes, topology, machine, algorithm, tensors)
         share = machine.within_host.compute_share
-        stages.append(Stage(WITHIN, seconds + machine.launch_seconds, share))
+        stages.append(ExchangePart(WITHIN, seconds + machine.launch_seconds, share))
     if lossy is not None and is_small:
         hosts, link = topology.hosts, machine.between_hosts
         half = part * lossy.coding_seconds(size_bytes, tensors) / 2
         seconds = part * lossy.sent_bytes(size_bytes, hosts) / link.rate
         seconds += part * lossy.rounds(hosts) * link.latency_seconds
-        sent = Stage(BETWEEN, seconds + machine.launch_seconds, link.compute_share)
-        coding = Stage(CODING, half, lossy.compute_share)
+        sent = ExchangePart(
+            BETWEEN, seconds + machine.launch_seconds, link.compute_share
+        )
+        coding = ExchangePart(CODING, half, lossy.compute_share)
         return [*stages, coding, sent, coding]
     if topology.hosts > 1:
         seconds = part * _between(size_bytes, topology.hosts, machine, algorithm)
         share = machine.between_hosts.compute_share
-        stages.append(Stage(BETWEEN, seconds + machine.launch_seconds, share))
+        stages.append(ExchangePart(BETWEEN, seconds + machine.launch_seconds, share))
     return stages
 
 
@@ -112,7 +114,7 @@ def row_stages(
     machine: Machine,
     algorithm: str,
     unadded_bytes: float = 0,
-) -> list[Stage]:
+) -> list[ExchangePart]:
     """The stages of an exchange of table rows; as `exchange_stages`.
 
     Each replica has `row_bytes` of rows with their indices (`unadded_bytes` before
@@ -125,11 +127,11 @@ def row_stages(
     if devices > 1:
         seconds = 2 * devices * row_bytes / within.rate
         seconds += devices * within.latency_seconds + machine.launch_seconds
-        stages.append(Stage(WITHIN, seconds, within.compute_share))
+        stages.append(ExchangePart(WITHIN, seconds, within.compute_share))
     rate = machine.row_bytes_per_second if adds_rows else None
     if rate and devices * hosts > 1:
         seconds = devices * (unadded_bytes or row_bytes) / rate
-        stages.append(Stage(WITHIN, seconds, within.compute_share))
+        stages.append(ExchangePart(WITHIN, seconds, within.compute_share))
     if hosts > 1:
         gathered = (hosts - 1) * devices * row_bytes
         if adds_rows and gathered > 2 * table_bytes * (hosts - 1) / hosts:
@@ -137,16 +139,16 @@ def row_stages(
             return [*stages, *whole]
         seconds = gathered / between.rate + (hosts - 1) * between.latency_seconds
         seconds += machine.launch_seconds
-        stages.append(Stage(BETWEEN, seconds, between.compute_share))
+        stages.append(ExchangePart(BETWEEN, seconds, between.compute_share))
         if rate:
             seconds = hosts * devices * row_bytes / rate
-            stages.append(Stage(WITHIN, seconds, within.compute_share))
+            stages.append(ExchangePart(WITHIN, seconds, within.compute_share))
     return stages
 
 
 def _flat_ring(
     size_bytes: float, topology: Topology, machine: Machine, part: float
-) -> Stage:
+) -> ExchangePart:
     replicas, hosts = topology.num_replicas, topology.hosts
     within, between = machine.within_host, machine.between_hosts
     sent = 2 * size_bytes * (replicas - 1) / replicas
@@ -159,7 +161,7 @@ def _flat_ring(
         over_links.append(sent / within.rate)
     slower = between if hosts > 1 else within
     total = part * (seconds + max(over_links)) + machine.launch_seconds
-    return Stage(BETWEEN if hosts > 1 else WITHIN, total, slower.compute_share)
+    return ExchangePart(BETWEEN if hosts > 1 else WITHIN, total, slower.compute_share)
 
 
 def _within(

@@ -58,7 +58,7 @@ class Delays:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cluster:
+class WaitingWorkers:
     """The workers, what a step takes them without delays, and their exchange."""
 
     workers: int
@@ -98,7 +98,7 @@ class Waited:
 class _Worker:
     """Computes, and pauses at random times."""
 
-    def __init__(self, cluster: Cluster, number: int, factor: float):
+    def __init__(self, cluster: WaitingWorkers, number: int, factor: float):
         self._cluster, self._factor = cluster, factor
         self._random = random.Random(SEED * MOST_WORKERS + number)
         self._next_pause = self._until_pause()
@@ -122,12 +122,12 @@ class _Worker:
         return end
 
 
-def _workers(cluster: Cluster, factors: Sequence[float]) -> list[_Worker]:
+def _workers(cluster: WaitingWorkers, factors: Sequence[float]) -> list[_Worker]:
     return [_Worker(cluster, place, factor) for place, factor in enumerate(factors)]
 
 
 def _result(
-    cluster: Cluster,
+    cluster: WaitingWorkers,
     policy: str,
     seconds: float,
     *,
@@ -147,12 +147,12 @@ def _result(
     )
 
 
-def late_sums(cluster: Cluster, policy: str, late_steps: int = 0) -> Waited:
+def late_sums(cluster: WaitingWorkers, policy: str, late_steps: int = 0) -> Waited:
     """The next step waits for the sum of the step `late_steps` before; 0: of this."""
     return _late_sums(cluster, policy, late_steps, cluster.factors)
 
 
-def balanced(cluster: Cluster, policy: str) -> Waited:
+def balanced(cluster: WaitingWorkers, policy: str) -> Waited:
     """Synchronous steps, with rows in proportion to the workers' speeds."""
     speeds = [1 / factor for factor in cluster.factors]
     even = cluster.workers / sum(speeds)
@@ -160,7 +160,7 @@ def balanced(cluster: Cluster, policy: str) -> Waited:
 
 
 def _late_sums(
-    cluster: Cluster, policy: str, late_steps: int, factors: Sequence[float]
+    cluster: WaitingWorkers, policy: str, late_steps: int, factors: Sequence[float]
 ) -> Waited:
     workers = _workers(cluster, factors)
     free = [0.0] * cluster.workers
@@ -183,7 +183,7 @@ def _late_sums(
 
 
 def first_ones(
-    cluster: Cluster,
+    cluster: WaitingWorkers,
     policy: str,
     *,
     spare: int,
@@ -230,7 +230,7 @@ def first_ones(
     )
 
 
-def asynchronous(cluster: Cluster, policy: str) -> Waited:
+def asynchronous(cluster: WaitingWorkers, policy: str) -> Waited:
     """Each worker reads weights, computes and pushes at its own pace."""
     workers = _workers(cluster, cluster.factors)
     coming = [(each.end_of(0.0), n, 0) for n, each in enumerate(workers)]
@@ -245,7 +245,7 @@ def asynchronous(cluster: Cluster, policy: str) -> Waited:
     return _result(cluster, policy, now, updates=pushes, counted=pushes, ages=ages)
 
 
-def compare_policies(cluster: Cluster) -> list[Waited]:
+def compare_policies(cluster: WaitingWorkers) -> list[Waited]:
     """The predictions of all policies for one cluster, synchronous training first."""
     one_less = cluster.workers - 1
     rounds: dict[str, Callable[[str], Waited]] = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from tfdp.tools.testing.facts import Facts
+from tfdp.tools.testing.facts import CauseFacts
 from tfdp.tools.testing.report import HIDDEN_BY_DRAWS, HIDDEN_BY_ROUNDING, LOST_SUMS
 
 
@@ -18,19 +18,19 @@ class Cause:
     """One known cause; texts may contain the names of facts, such as `{replicas}`."""
 
     name: str  # the same in every version
-    where: Callable[[Facts], tuple[str, ...] | None]  # None: it does not apply
+    where: Callable[[CauseFacts], tuple[str, ...] | None]  # None: it does not apply
     why: str
     instead: str  # what to write instead
     change: str | None = None  # the experiment; None: facts suffice
     evidence: str = ""  # what the experiment shows
 
 
-def _hand_written(facts: Facts) -> tuple[str, ...]:
+def _hand_written(facts: CauseFacts) -> tuple[str, ...]:
     step = (f"{facts.train_step}.train_step",) if facts.train_step else ()
     return step + tuple(f"loss {name}" for name in facts.loss_functions)
 
 
-def _weighted_means(facts: Facts) -> tuple[str, ...] | None:
+def _weighted_means(facts: CauseFacts) -> tuple[str, ...] | None:
     weights = ("sample_weight",) if facts.sample_weights else ()
     return facts.masking_layers + weights or None
 

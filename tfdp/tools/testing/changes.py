@@ -12,13 +12,15 @@ from tfdp.layers import SyncBatchNormalization
 from tfdp.step.find_optimizers import optimizers_of
 from tfdp.tools.testing.batches import repeat_first_share, trim_to_multiple
 from tfdp.tools.testing.model_parts import HALF_PRECISION, inner_optimizers, layers_of
-from tfdp.tools.testing.trainee import ModelChange, Setting
+from tfdp.tools.testing.trainee import CheckedTraining, ModelChange
 
 # For experiments that replace an optimizer other than SGD.
 LEARNING_RATE = 0.01
 
 
-def apply_changes(setting: Setting, names: Iterable[str]) -> Setting | None:
+def apply_changes(
+    setting: CheckedTraining, names: Iterable[str]
+) -> CheckedTraining | None:
     """`setting` with the named changes; None if no batch is left."""
     for name in names:
         setting = CHANGES[name](setting)
@@ -41,16 +43,18 @@ def is_synchronized_by_keras(layer: keras.layers.Layer) -> bool:
     )
 
 
-def _batch_change(change: Callable[..., Any]) -> Callable[[Setting], Setting]:
-    def changed(setting: Setting) -> Setting:
+def _batch_change(
+    change: Callable[..., Any],
+) -> Callable[[CheckedTraining], CheckedTraining]:
+    def changed(setting: CheckedTraining) -> CheckedTraining:
         batches = change(setting.batches, setting.replicas)
         return dataclasses.replace(setting, batches=batches)
 
     return changed
 
 
-def _model_change(change: ModelChange) -> Callable[[Setting], Setting]:
-    def changed(setting: Setting) -> Setting:
+def _model_change(change: ModelChange) -> Callable[[CheckedTraining], CheckedTraining]:
+    def changed(setting: CheckedTraining) -> CheckedTraining:
         return dataclasses.replace(setting, changes=(*setting.changes, change))
 
     return changed
@@ -84,7 +88,7 @@ def _plain_sgd(scale: Callable[[int], float]) -> ModelChange:
     return change
 
 
-CHANGES: dict[str, Callable[[Setting], Setting]] = {
+CHANGES: dict[str, Callable[[CheckedTraining], CheckedTraining]] = {
     "even_batches": _batch_change(trim_to_multiple),
     "no_clipping": _model_change(_remove_clipping),
     "freeze_batch_norm": _model_change(_freeze),

@@ -23,7 +23,7 @@ from tfdp.tools.testing.model_parts import (
     unit_round_off,
 )
 from tfdp.tools.testing.report import VariableRow, are_conclusive
-from tfdp.tools.testing.trainee import Setting, Trainee
+from tfdp.tools.testing.trainee import CheckedTraining, Trainee
 
 # Trainings on one device that differ only by rounding; see `rounding`.
 TWINS = 3
@@ -92,7 +92,7 @@ class _Movements:
         return all(np.isfinite(rounding.largest(value)) for value in values)
 
 
-def compare(setting: Setting) -> Comparison:
+def compare(setting: CheckedTraining) -> Comparison:
     """Trains on one device, its twins, and on the replicas.
 
     Raises errors of the one-device training; those of the replicas are in the result.
@@ -133,7 +133,9 @@ def compare(setting: Setting) -> Comparison:
     )
 
 
-def _make_both(setting: Setting) -> tuple[Trainee, Trainee | None, Exception | None]:
+def _make_both(
+    setting: CheckedTraining,
+) -> tuple[Trainee, Trainee | None, Exception | None]:
     one = Trainee(setting, None)
     one.make()
     if not one.model.trainable_weights:
@@ -159,7 +161,7 @@ def _make_both(setting: Setting) -> tuple[Trainee, Trainee | None, Exception | N
 
 
 def _twin_spreads(
-    setting: Setting,
+    setting: CheckedTraining,
     one: Trainee,
     start: list[np.ndarray],
     reference: _Movements,
@@ -233,7 +235,7 @@ class _Distances:
 
 
 def _bounds(
-    setting: Setting,
+    setting: CheckedTraining,
     model: keras.Model,
     reference: _Movements,
     spreads: dict[int, list[float]],

@@ -12,13 +12,13 @@ from tfdp.tools.testing import changes
 from tfdp.tools.testing.batches import row_count
 from tfdp.tools.testing.comparison import Comparison, compare
 from tfdp.tools.testing.crashes import explain_error
-from tfdp.tools.testing.facts import Facts
+from tfdp.tools.testing.facts import CauseFacts
 from tfdp.tools.testing.model_parts import HALF_PRECISION, inner_optimizers, layers_of
 from tfdp.tools.testing.report import Finding, are_conclusive
-from tfdp.tools.testing.trainee import Setting
+from tfdp.tools.testing.trainee import CheckedTraining
 
 
-def diagnose(setting: Setting, comparison: Comparison) -> tuple[Finding, ...]:
+def diagnose(setting: CheckedTraining, comparison: Comparison) -> tuple[Finding, ...]:
     """The causes of a failed comparison, each with its evidence.
 
     Facts come first. Then it makes the changes of all applicable separable causes at
@@ -59,7 +59,7 @@ def find_lost_sums(paths: tuple[str, ...]) -> tuple[Finding, ...]:
     return (Finding(cause.name, paths, *texts),) if paths else ()
 
 
-def _holds(setting: Setting, causes: Sequence[known.Cause]) -> bool:
+def _holds(setting: CheckedTraining, causes: Sequence[known.Cause]) -> bool:
     names = [cause.change for cause in causes if cause.change is not None]
     changed = changes.apply_changes(setting, names)
     try:
@@ -69,7 +69,7 @@ def _holds(setting: Setting, causes: Sequence[known.Cause]) -> bool:
         return False
 
 
-def _findings(causes: Sequence[known.Cause], facts: Facts) -> tuple[Finding, ...]:
+def _findings(causes: Sequence[known.Cause], facts: CauseFacts) -> tuple[Finding, ...]:
     words = vars(facts)
     return tuple(
         Finding(
@@ -83,7 +83,7 @@ def _findings(causes: Sequence[known.Cause], facts: Facts) -> tuple[Finding, ...
     )
 
 
-def read_facts(setting: Setting, comparison: Comparison) -> Facts:
+def read_facts(setting: CheckedTraining, comparison: Comparison) -> CauseFacts:
     """The facts for the table of causes."""
     model, replicas = comparison.model, setting.replicas
     layers = layers_of(model)
@@ -91,7 +91,7 @@ def read_facts(setting: Setting, comparison: Comparison) -> Facts:
     def names(is_one: Callable[[keras.layers.Layer], bool]) -> tuple[str, ...]:
         return tuple(layer.name for layer in layers if is_one(layer))
 
-    return Facts(
+    return CauseFacts(
         replicas=replicas,
         batch_rows=tuple(row_count(batch) for batch in setting.batches),
         optimizer=type(inner_optimizers(model.optimizer)[-1]).__name__,

@@ -6,7 +6,7 @@ import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
-class Facts:
+class CauseFacts:
     """Plain data for the table of causes."""
 
     replicas: int

@@ -22,7 +22,7 @@ from tfdp.tools.testing.crashes import describe_error
 from tfdp.tools.testing.diagnosis import diagnose as find_causes
 from tfdp.tools.testing.diagnosis import find_lost_sums
 from tfdp.tools.testing.report import Finding, ParityReport
-from tfdp.tools.testing.trainee import Setting
+from tfdp.tools.testing.trainee import CheckedTraining
 
 RANDOM_LAYERS = ("off", "keep")
 COARSE = (
@@ -110,7 +110,7 @@ def check_parity(
     """
     _check_arguments(build, steps, batch_size, seed, random_layers)
     chosen = _choose_strategy(strategy)
-    setting = Setting(
+    setting = CheckedTraining(
         build=build,
         strategy=chosen,
         batches=collect_batches(data, steps, batch_size),
@@ -124,7 +124,7 @@ def check_parity(
 
 
 def compare_and_report(
-    setting: Setting, diagnose: bool
+    setting: CheckedTraining, diagnose: bool
 ) -> tuple[ParityReport, Exception | None]:
     """Implements `check_parity`, also for a strategy with one replica.
 

@@ -28,7 +28,7 @@ OnStep = Callable[[int, list[list[np.ndarray]]], None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
+class CheckedTraining:
     """A model to train, its data, and the strategy."""
 
     build: Callable[[], keras.Model]
@@ -47,7 +47,7 @@ class Setting:
 class Trainee:
     """A model that can be trained repeatedly from the same start."""
 
-    setting: Setting
+    setting: CheckedTraining
     strategy: tf.distribute.Strategy | None  # None: on one device
     jit_compile: bool | None = None
 

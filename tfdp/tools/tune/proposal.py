@@ -13,7 +13,7 @@ from tfdp.tools.simulator.lossy import KNOWN_WAYS
 from tfdp.tools.simulator.machine import Link, Machine
 from tfdp.tools.simulator.model import Compute, ModelProfile
 from tfdp.tools.simulator.step import Training, simulate_exchange
-from tfdp.tools.tune.space import DEFAULTS, Place, Setting, Space
+from tfdp.tools.tune.space import DEFAULTS, Setting, Space, TrialLayout
 
 # Load of the cores while a sum crosses a link of this machine; see `tfdp measure`. It
 # hardly affects the order of settings.
@@ -39,7 +39,7 @@ class TrialFacts:
 
 
 def predicted_speed(
-    setting: Setting, facts: TrialFacts, place: Place, tried: Setting = DEFAULTS
+    setting: Setting, facts: TrialFacts, place: TrialLayout, tried: Setting = DEFAULTS
 ) -> float:
     """Samples per second of all replicas, from a trial of the setting `tried`."""
     compute = facts.step_seconds
@@ -66,7 +66,7 @@ def _factor(setting: Setting) -> float:
 
 
 def _seconds(
-    setting: Setting, facts: TrialFacts, place: Place, compute_seconds: float
+    setting: Setting, facts: TrialFacts, place: TrialLayout, compute_seconds: float
 ) -> float:
     """Predicts the seconds of a step of the whole batch by its compute time."""
     steps = setting.accumulation_steps

@@ -116,7 +116,7 @@ DEFAULTS = Setting()
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class TrialLayout:
     """The simulated hosts and their replicas on which trials run; the global batch."""
 
     processes: int
@@ -143,7 +143,7 @@ class Place:
 
 
 def knobs_of(
-    place: Place, allow_lossy: Sequence[str] = (), for_memory: bool = False
+    place: TrialLayout, allow_lossy: Sequence[str] = (), for_memory: bool = False
 ) -> dict[str, tuple[Any, ...]]:
     """The options to vary -> their values, the default first.
 
@@ -178,7 +178,7 @@ def knobs_of(
     return knobs
 
 
-def _hierarchies(place: Place) -> list[tuple[int, int]]:
+def _hierarchies(place: TrialLayout) -> list[tuple[int, int]]:
     """Pairs with two levels; between processes the processes are the levels."""
     if place.processes > 1:
         return []
@@ -195,7 +195,7 @@ class Space:
 
     def __init__(
         self,
-        place: Place,
+        place: TrialLayout,
         knobs: Mapping[str, Sequence[Any]],
         model: ModelProfile,
         fits: Callable[[Setting], bool] | None = None,

@@ -150,7 +150,7 @@ class Tuning:
         """Ends the trials: the time is up."""
         self._in_turn, self._current = [], None
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> TuningResult:
         """The winner by the rounds that are complete."""
         first, *others = self.trials
         ran = [trial for trial in others if trial.rounds and not trial.failure]
@@ -292,7 +292,7 @@ class Gain:
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
+class TuningResult:
     """The winner, the gain of each challenger, and the number of rounds measured."""
 
     winner: Setting
@@ -304,7 +304,7 @@ def decide(
     defaults: Setting,
     default_speeds: Sequence[float],
     challengers: Mapping[Setting, Sequence[float]],
-) -> Verdict:
+) -> TuningResult:
     """The fastest challenger that beats the defaults by more than the spread, or these.
 
     A challenger without a speed in every round of the defaults cannot win.
@@ -317,4 +317,4 @@ def decide(
     }
     better = [setting for setting, gain in gains.items() if gain.is_beyond_chance]
     winner = max(better, key=lambda each: gains[each].median, default=defaults)
-    return Verdict(winner, gains, rounds)
+    return TuningResult(winner, gains, rounds)

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 
 from tfdp.tools.tune.space import Setting, Space, size_text
-from tfdp.tools.tune.tuning import LEAST_ROUNDS, Trial, Verdict
+from tfdp.tools.tune.tuning import LEAST_ROUNDS, Trial, TuningResult
 
 ENGINES = {
     "in_process": "replicas hand tensors to each other (engine in_process)",
@@ -120,7 +120,7 @@ def line_of_round(trial: Trial, baseline: Trial, terms: Terms = DEFAULT_TERMS) -
 
 
 def outcome(
-    verdict: Verdict, trials: Sequence[Trial], terms: Terms = DEFAULT_TERMS
+    verdict: TuningResult, trials: Sequence[Trial], terms: Terms = DEFAULT_TERMS
 ) -> list[str]:
     """The end of the log: the winner and its gain; `trials`: the baseline first."""
     baseline, name = trials[0], terms.name
