@@ -22,7 +22,7 @@ PROCESS = "tfdp.tools.measuring.process"
 class Arrangement:
     """An arrangement: processes of this machine, and replicas of each.
 
-    >>> str(Place(2, 1))
+    >>> str(Arrangement(2, 1))
     '2x1'
     """
 

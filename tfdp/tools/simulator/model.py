@@ -163,8 +163,8 @@ def ready_seconds(model: ModelProfile, compute: Compute) -> list[float]:
 
     Backward runs from the last layer to the first, each in proportion to its work.
 
-    >>> model = ModelProfile("m", (Gradient(4, work=3.0), Gradient(4, work=1.0)))
-    >>> ready_seconds(model, Compute(1.0, 2.0))
+    >>> gradients = GradientSize(4, work=3.0), GradientSize(4, work=1.0)
+    >>> ready_seconds(ModelProfile("m", gradients), Compute(1.0, 2.0))
     [3.0, 1.5]
     """
     total_work = sum(gradient.work for gradient in model.gradients)

@@ -316,10 +316,10 @@ def simulate_step(
     `ready_seconds`: by bucket, when its last gradient is ready without interference;
     `stages`: by bucket, the stages of its sum.
 
-    >>> once = [Stage("between", 2.0, 0.0)]
+    >>> once = [ExchangePart("between", 2.0, 0.0)]
     >>> simulate_step(3.0, [1.0, 3.0], [once, once])
     5.0
-    >>> busy = [Stage("within", 2.0, 1.0)]
+    >>> busy = [ExchangePart("within", 2.0, 1.0)]
     >>> simulate_step(3.0, [1.0, 3.0], [busy, busy])
     7.0
     """
