@@ -190,6 +190,13 @@ SEAMS: tuple[Seam, ...] = (
         "always",
         "a replica notes which number a gradient is of",
     ),
+    Seam(
+        "tensorflow.python.ops.custom_gradient",
+        "_graph_mode_decorator",
+        "(f, args, kwargs)",
+        "always",
+        "in a replica a program's own gradients are looked at",
+    ),
     *_seams(
         "tensorflow",
         "always",

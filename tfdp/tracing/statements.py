@@ -18,6 +18,7 @@ from tfdp.lint.values import FIXED, REPLICATED, Term
 from tfdp.seams.replace import replace_for_good
 from tfdp.tracing.step import current_step
 
+CUSTOM_GRADIENT = "tensorflow.python.ops.custom_gradient"
 CONTEXT = "tensorflow.python.distribute.distribute_lib:ReplicaContextBase"
 
 
@@ -28,6 +29,7 @@ def register_results() -> None:
     replace_for_good("tensorflow", "size", _counting)
     replace_for_good("keras.layers:BatchNormalization", "call", _by_rows)
     replace_for_good("tensorflow:nn", "ctc_loss", _of_each_row)
+    replace_for_good(CUSTOM_GRADIENT, "_graph_mode_decorator", _looking_at_gradients)
     replace_for_good(CONTEXT, "replica_id_in_sync_group", _as_rank)
 
 
@@ -86,6 +88,19 @@ def _of_each_row(ctc_loss: Callable[..., Any]) -> Callable[..., Any]:
         return losses
 
     return registered_loss
+
+
+def _looking_at_gradients(decorate: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(decorate)
+    def decorate_and_look(f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        found = current_step()
+        if found is None or found[0].group_size == 1:
+            return decorate(f, args, kwargs)
+        from tfdp.tracing.custom_gradients import looked_at  # few programs have such
+
+        return decorate(looked_at(f, *found), args, kwargs)
+
+    return decorate_and_look
 
 
 def _with_targets(gradient: Callable[..., Any]) -> Callable[..., Any]:
