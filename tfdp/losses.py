@@ -80,8 +80,6 @@ def all_rows(x: Any) -> Any:
     context = _replicas_in_sync("all_rows")
     if context is None:
         return x
-    if tf.executing_eagerly() and not _has_rows():  # graphs leave dummy rows out
-        x = tf.nest.map_structure(lambda part: part[:0], x)
     return _gathered("all_rows", context, x)
 
 

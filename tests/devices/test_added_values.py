@@ -108,7 +108,7 @@ def test_values_of_rows_are_added_up_and_numbers_are_means(
 ):
     options = dict(options)
     shard = options.pop("shard", "none")
-    is_seen = not options.get("run_eagerly") and not options.get("jit_compile")
+    is_seen = not options.get("jit_compile")
     takes = [*VALUES.values(), *(GRAPH.values() if is_seen else ())]
     one = trained(tf.distribute.get_strategy(), takes, rows, batch, **options)
     devices = [f"CPU:{rank}" for rank in range(replicas)]
@@ -125,11 +125,6 @@ def test_a_loss_of_which_nothing_shows_the_rows_is_added_up():
         check(trained(make_strategy(4), [ctc], 21, 8, loss=False), one)
 
 
-def test_eager_values_of_which_nothing_shows_the_rows_are_warned_of():
-    with pytest.warns(LocalMeanWarning, match=r"shape \(16, 3\).*4 rows"):
-        trained(make_strategy(2), [GRAPH["tokens"]], 16, 8, run_eagerly=True)
-
-
 class PenalizesItsWeights(keras.layers.Layer):
     def build(self, shape):
         self.scale = self.add_weight(shape=(4,), initializer="ones")
@@ -139,14 +134,13 @@ class PenalizesItsWeights(keras.layers.Layer):
         return inputs
 
 
-@pytest.mark.parametrize("options", [{"jit_compile": True}, {"run_eagerly": True}])
-def test_a_penalty_as_long_as_the_rows_is_told_of_where_no_graph_tells(options):
+def test_a_penalty_as_long_as_the_rows_is_told_of_where_no_graph_tells():
     x, y = classification_data(8)
     with make_strategy(2).scope():
         model = keras.Sequential(
             [keras.Input((12,)), PenalizesItsWeights(), keras.layers.Dense(5)]
         )
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile("sgd", loss, **options)
+        model.compile("sgd", loss, jit_compile=True)
     with pytest.warns(LocalMeanWarning, match="both that of a weight and as long as"):
         model.fit(x, y, batch_size=8, verbose=0)

@@ -10,7 +10,6 @@ import pytest
 import tfdp
 from tests.support.branches import branching_model
 from tests.support.parity import classification_data
-from tfdp.errors import ConfigurationError
 
 ROWS = (5, 4)
 
@@ -64,13 +63,6 @@ def test_gradients_of_branches_meet_their_own_eagerly(name):
     start, one = trained(None, kinds, False, ROWS)
     _, several = trained(three_replicas("in_process", shard), kinds, True, ROWS)
     assert_trained_alike(start, one, several)
-
-
-def test_eager_replicas_that_meet_for_other_gradients_are_refused():
-    """Nothing forgets the shapes of eager tensors."""
-    kinds, shard = BRANCHES["shards"]
-    with pytest.raises(ConfigurationError, match="come to the gradient of"):
-        trained(three_replicas("in_process", shard), kinds, True, ROWS)
 
 
 def assert_trained_alike(start, one, several):

@@ -364,8 +364,8 @@ def test_a_constant_that_compute_loss_adds_is_noticed_and_its_local_mean_exact()
 
 @pytest.mark.parametrize(
     "how",
-    [{}, {"run_eagerly": True}, {"jit_compile": True}],
-    ids=["graph", "eager", "compiled"],
+    [{}, {"jit_compile": True}],
+    ids=["graph", "compiled"],
 )
 def test_what_compute_loss_adds_is_noticed_and_its_local_mean_exact(how):
     data = classification_data(samples=53)
@@ -406,7 +406,6 @@ def train_on_compute_loss(strategy, loss, **how):
     return model
 
 
-@pytest.mark.parametrize("how", [{}, {"run_eagerly": True}], ids=["graph", "eager"])
 @pytest.mark.parametrize(
     "loss",
     [
@@ -417,11 +416,11 @@ def train_on_compute_loss(strategy, loss, **how):
     ],
     ids=["mean", "terms", "root", "mean of sums"],
 )
-def test_a_loss_that_compute_loss_takes_itself_is_noticed(loss, how):
+def test_a_loss_that_compute_loss_takes_itself_is_noticed(loss):
     """Its gradients are twice too large on two replicas."""
     words = "a mean over the replica's rows|its compute_loss is its own|a root"
     with pytest.warns(LocalMeanWarning, match=words):
-        train_on_compute_loss(make_strategy(2), loss, **how)
+        train_on_compute_loss(make_strategy(2), loss)
 
 
 def of_all_replicas(rows):

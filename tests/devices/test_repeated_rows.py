@@ -248,14 +248,12 @@ def test_products_of_added_rows_are_taken_alike_everywhere(monkeypatch):
         (4, {"hierarchy": (2, 2)}),
         (3, {"engine": "tensorflow"}),
         (2, {"shard": "optimizer"}),
-        (2, {"run_eagerly": True}),
     ],
-    ids=["1", "2", "2x2", "tensorflow", "shard", "eager"],
+    ids=["1", "2", "2x2", "tensorflow", "shard"],
 )
 def test_asked_for_adam_squares_the_sum_on_any_number_of_replicas(replicas, options):
-    run_eagerly = options.pop("run_eagerly", False)
     strategy = make_strategy(replicas, repeated_rows="sum", **options)
-    found = trained(strategy, ADAM, run_eagerly=run_eagerly)
+    found = trained(strategy, ADAM)
     as_keras = trained(tf.distribute.get_strategy(), ADAM)
     dense = trained(tf.distribute.get_strategy(), DenseAdam)
     assert largest_difference(found, dense) < 2e-6

@@ -96,12 +96,6 @@ def test_what_would_mix_parts_is_refused(change):
         trained(strategy, change)
 
 
-def test_eager_sums_of_parts_are_refused():
-    strategy = make_strategy(2, shard="parameters")
-    with pytest.raises(ConfigurationError, match="part of the sum"):
-        trained(strategy, "summed", run_eagerly=True)
-
-
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_weights_may_be_moved_around_a_gradient(replicas):
     """The replicas' copies of what they cut waited for each other, for ever."""
@@ -128,15 +122,14 @@ class ByHand(Changes):
         return {"rate": self.optimizer.learning_rate}
 
 
-@pytest.mark.parametrize("is_eager", [False, True], ids=["graph", "eager"])
-def test_gradients_by_hand_are_parts_of_the_sum(is_eager):
+def test_gradients_by_hand_are_parts_of_the_sum():
     """One device, by Keras' loss and tape, on the whole batch."""
     one = trained(tf.distribute.get_strategy(), "as they are")
     sharded = make_strategy(3, shard="parameters")
     with sharded.scope():
         keras.utils.set_random_seed(2)
         model = ByHand()
-        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), run_eagerly=is_eager)
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9))
         model.optimizer.build(model.trainable_variables)
     model.fit(X, Y, batch_size=9, epochs=2, shuffle=False, verbose=0)
     assert_alike([weight.numpy() for weight in model.weights], one)

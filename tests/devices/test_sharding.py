@@ -148,7 +148,6 @@ CASES = {
     "loss-scaling": case(policy="mixed_float16"),
     "bfloat16": case(policy="mixed_bfloat16"),
     "steps_per_execution": case(steps_per_execution=3),
-    "run_eagerly": case(run_eagerly=True),
     # a + b + c has an order; the shards' owners add as their roots, in any.
     "three-replicas": case(optimizer=sgd(), replicas=3, reordered=STAGES),
     # Each weight is updated whole, by its owner, from a sum in the order of stage 0.
@@ -201,7 +200,7 @@ def unsharded(name):
 
 # Stage 2 differs from stage 1 by what is kept between micro-steps. What becomes of the
 # weights in layers, and of the precision, stage 3 shows.
-WITH_STAGE_2 = ("adam", "run_eagerly", "accumulation", "distributed-accumulation")
+WITH_STAGE_2 = ("adam", "accumulation", "distributed-accumulation")
 WITH_STAGE_1 = (
     *("adam-tensorflow", "embedding", "shared-layer", "clipnorm", "lamb"),
     *("ema-overwrite", *WITH_STAGE_2),

@@ -222,27 +222,6 @@ def test_an_optimizer_that_needs_whole_tensors_is_refused(stage, name, advice):
         fit_once(make_strategy(2, stage), getattr(keras.optimizers, name))
 
 
-def test_a_constraint_of_sharded_weights_is_refused_in_eager_mode():
-    """It would look at shards of which some are updated and others not yet."""
-    x, y = classification_data()
-    with make_strategy(2, "parameters").scope():
-        model = keras.Sequential(
-            [
-                keras.Input(x.shape[1:]),
-                keras.layers.Dense(8, kernel_constraint="unit_norm", name="layer"),
-                keras.layers.Dense(5),
-            ]
-        )
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile("sgd", loss, run_eagerly=True)
-    with pytest.raises(ConfigurationError, match="layer/kernel' has a constraint"):
-        model.fit(x, y, verbose=0)
-    model.compile("sgd", loss, run_eagerly=False)
-    model.fit(x, y, verbose=0)
-    norms = np.linalg.norm(model.layers[0].kernel.numpy(), axis=0)
-    np.testing.assert_allclose(norms, 1, rtol=1e-5)
-
-
 class Halving(keras.optimizers.SGD):
     """Steps of half the length."""
 

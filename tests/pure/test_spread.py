@@ -33,8 +33,11 @@ class Question:
 QUESTIONS = {
     "Is this step eager?": Question(
         r"eager",
-        ("chain/eager", "tracing/trace_order"),
-        48,
+        (
+            *("_private/functions", "lint/registry", "step/as_one_device"),
+            "_private/tpu_names",
+        ),
+        12,
     ),
     "Is it one compiled program of all replicas?": Question(
         r"(?<![a-z])(tpu|TPU)|is_compiled|compiles_steps|in_compiled_function|is_jitted"

@@ -80,13 +80,6 @@ CHANGES = (
         "it is unknown, as in replicas and in 3.15, each batch alike; the losses agree",
     ),
     Change(
-        "tests/devices/test_steps_exact.py::"
-        "test_an_eager_replica_that_leaves_out_all_its_rows_is_told[0]",
-        (3, 16),
-        "2026-11-29",
-        "Keras puts an error of its own around that of a loss, with the same words",
-    ),
-    Change(
         "tests/devices/test_losses_exact.py::test_every_keras_loss_is_in_the_table",
         (3, 16),
         "2026-11-29",

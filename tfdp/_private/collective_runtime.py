@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfdp._private.names import eager_context
+from tfdp._private.names import runtime_context
 from tfdp.cluster.machine import notebook_restart_hint
 from tfdp.errors import ConfigurationError
 
@@ -40,7 +40,7 @@ def start_collectives(rank: int, addresses: Sequence[str]) -> bool:
                 f"{rank} of {len(addresses)}: use one cluster in a process."
             )
         return False
-    runtime = eager_context.context()
+    runtime = runtime_context.context()
     try:
         runtime.configure_collective_ops(
             collective_leader=f"/job:{JOB}/replica:0/task:0",
@@ -64,9 +64,9 @@ def start_collectives(rank: int, addresses: Sequence[str]) -> bool:
 
 def has_started() -> bool:
     """Whether TensorFlow's runtime is running without these collectives."""
-    return bool(eager_context.context()._initialized) and not _started
+    return bool(runtime_context.context()._initialized) and not _started
 
 
 def abort_collectives(message: str) -> None:
     """Aborts every pending and later collective op with `message`."""
-    eager_context.context().abort_collective_ops(tf.errors.UNAVAILABLE, message)
+    runtime_context.context().abort_collective_ops(tf.errors.UNAVAILABLE, message)

@@ -6,9 +6,10 @@ long.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import tensorflow as tf
@@ -50,6 +51,23 @@ def as_the_caller_is(function: Function) -> Function:
 def is_function(fn: Any) -> bool:
     """Whether `fn` is a `tf.function`."""
     return isinstance(fn, tf.types.experimental.PolymorphicFunction)
+
+
+@contextlib.contextmanager
+def in_functions() -> Iterator[None]:
+    """Lets a `tf.function` build a graph, within the context, in any case.
+
+    With `tf.config.run_functions_eagerly(True)` the replicas would run one after the
+    other, and the first would wait for the others.
+    """
+    if not tf.config.functions_run_eagerly():
+        yield
+        return
+    tf.config.run_functions_eagerly(False)
+    try:
+        yield
+    finally:
+        tf.config.run_functions_eagerly(True)
 
 
 def python_function_of(fn: Any) -> Any:

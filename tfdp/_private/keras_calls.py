@@ -52,20 +52,6 @@ def _noted(**values: Any) -> Iterator[None]:
         _calls.now = before
 
 
-def number_added_by_keras(variable: tf.Variable) -> Any:
-    """The value that `keras.Variable.assign_add` is adding to `variable`; else None.
-
-    It calls `assign` with the sum. For `assign_sub` the value is negated.
-    """
-    if _calls.now.added is None:
-        return None
-    of_keras, value, sign = _calls.now.added
-    if of_keras.value is not variable:
-        return None
-    number = tf.cast(value, variable.dtype)
-    return number if sign > 0 else -number
-
-
 def is_counted_by_keras(variable: tf.Variable) -> bool:
     """Whether Keras is adding a Python number to `variable`, as to `iterations`."""
     added = _calls.now.added

@@ -6,6 +6,7 @@
 # ruff: noqa: F401 (imported for other modules)
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from keras.src.losses import loss as keras_losses
 from tensorflow.python.autograph.impl.api import autograph_artifact
 from tensorflow.python.data.ops.dataset_ops import UnaryUnchangedStructureDataset
 from tensorflow.python.distribute import cross_device_ops as _cross_device_ops
+from tensorflow.python.distribute import distribute_lib as _distribute_lib
 from tensorflow.python.distribute import distribute_utils as _distribute_utils
 from tensorflow.python.distribute.distribute_lib import (
     UpdateContext,
@@ -35,7 +37,7 @@ from tensorflow.python.distribute.values import (
 )
 
 # The global seed: the setter is public, the getter is not.
-from tensorflow.python.eager import context as eager_context
+from tensorflow.python.eager import context as runtime_context
 from tensorflow.python.eager.record import (
     VariableWatcher,
     record_operation,
@@ -132,7 +134,7 @@ def is_default_strategy(strategy: tf.distribute.Strategy) -> bool:
 
 def global_seed() -> int | None:
     """The seed given to `tf.random.set_seed`, or None."""
-    return eager_context.global_seed()
+    return runtime_context.global_seed()
 
 
 def put_global_seed(seed: int | None) -> None:
@@ -140,7 +142,7 @@ def put_global_seed(seed: int | None) -> None:
 
     `tf.random.set_seed` would also restart the draws of unseeded operations.
     """
-    eager_context.context()._seed = seed
+    runtime_context.context()._seed = seed
 
 
 def variant_of(dataset: tf.data.Dataset) -> tf.Tensor:
@@ -215,12 +217,10 @@ def note_in_graph(note: tf.Variable, value: tf.Tensor) -> None:
 
 
 def time_in_graph(after: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Seconds since 1970 when all of `after` are computed, in each run of the graph, or
-    now."""
+    """Seconds since 1970 when all of `after` are computed, in each run of the graph."""
     with tf.device("CPU:0"), tf.control_dependencies(after):
         now = tf.timestamp()
-    if not tf.executing_eagerly():
-        run_independently(now.op)
+    run_independently(now.op)
     return now
 
 
@@ -245,6 +245,40 @@ def _stay_unclustered(op: tf.Operation) -> None:
     replicas would wait forever. No graph with this attribute is clustered.
     """
     op._set_attr("_XlaAlreadyClustered", tf.compat.v1.AttrValue(b=True))
+
+
+class _AsOneDevice(_distribute_lib._DefaultReplicaThreadMode):
+    """The default strategy, in a thread that has entered another one."""
+
+
+@contextlib.contextmanager
+def as_one_device(strategy: tf.distribute.Strategy) -> Iterator[None]:
+    """Leaves `strategy`, which the thread may have entered, within the context.
+
+    Every replica gets a copy of a variable that is created meanwhile. TensorFlow's
+    public names enter strategies only.
+    """
+
+    def in_scope(next_creator: Callable, **given: Any) -> Any:
+        if not is_one_device():
+            return next_creator(**given)  # one of the copies
+        with strategy.scope():
+            return strategy.extended._create_variable(next_creator, **given)
+
+    graph = tf.compat.v1.get_default_graph()
+    creators, graph._variable_creator_stack = graph._variable_creator_stack, ()
+    _distribute_lib._push_per_thread_mode(_AsOneDevice())
+    try:
+        with tf.variable_creator_scope(in_scope):
+            yield
+    finally:
+        _distribute_lib._pop_per_thread_mode()
+        graph._variable_creator_stack = creators
+
+
+def is_one_device() -> bool:
+    """Whether the thread runs a step of a strategy on one device."""
+    return isinstance(_distribute_lib._get_per_thread_mode(), _AsOneDevice)
 
 
 def in_compiled_function() -> bool:

@@ -37,7 +37,7 @@ def _seed_of_fit() -> list[int]:
     seed = names.global_seed()
     if seed is None:
         return [secrets.randbits(62), 0]
-    stream = names.eager_context.context()._rng  # a new one with each seed
+    stream = names.runtime_context.context()._rng  # a new one with each seed
     note_on(stream, FITS, vars(stream).get(FITS, 0) + 1)
     return [int(seed) % 2**62, vars(stream)[FITS]]
 

@@ -15,7 +15,7 @@ from tfdp.errors import ConfigurationError
 from tfdp.plan.noise_scale import NoiseAverage, NoiseEstimate, split_norms
 from tfdp.step.find_optimizers import optimizers_of, optimizers_with_sync
 from tfdp.step.norms_reader import NormsReader
-from tfdp.strategies.gather_from_hosts import refuse_strategy
+from tfdp.strategies.gather_from_hosts import refuse_without_graphs
 
 # (1 + decay) / (1 - decay), the number of steps that count, is `FEWEST_STEPS` here.
 LEAST_DECAY = 0.5
@@ -175,7 +175,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
 
 def _check_can_measure(model: keras.Model, name: str) -> None:
     strategy, optimizer = model.distribute_strategy, model.optimizer
-    refuse_strategy(strategy, name)
+    refuse_without_graphs(model, name)
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     leaves = getattr(inner, "optimizers", None) or [inner]
     why = None
@@ -212,7 +212,5 @@ def _check_can_measure(model: keras.Model, name: str) -> None:
             "it comes later, or there is none. Estimate without sync: the noise scale "
             "is the same"
         )
-    elif model.run_eagerly:
-        why = "measures gradients in graphs. Compile with run_eagerly=False"
     if why is not None:
         raise ConfigurationError(f"{name} {why}, or remove it.")

@@ -29,7 +29,7 @@ from tfdp.strategies.gather_from_hosts import (
     first_rank_of,
     gather_from_hosts,
     places_of,
-    refuse_strategy,
+    refuse_without_graphs,
 )
 
 REACTIONS = ("raise", "skip", "rollback")
@@ -73,8 +73,8 @@ class NaNGuard(keras.callbacks.Callback):
     A weight made infinite by an update is detected with the next loss; weights that no
     loss depends on, and the optimizer state, at the end of each epoch and before a copy
     is taken. The cause is searched without XLA and with new random draws; the message
-    says so if it does not recur. If the step cannot run eagerly (some with `sync=`),
-    the report covers weights and the input only. `keras.callbacks.TerminateOnNaN`
+    says so if it does not recur. If the step cannot run again, the report covers
+    weights and the input only. `keras.callbacks.TerminateOnNaN`
     checks the reported loss, a mean over the epoch so far, after the update.
 
     Args:
@@ -92,8 +92,8 @@ class NaNGuard(keras.callbacks.Callback):
     Cost: per step a pass over the gradients and one all-reduce of a number; the
     training step is retraced when training begins and after it ends; Keras waits for
     each batch before it starts the next. "rollback", and several updates in a step: on
-    each device the bytes of its weights and optimizer state. The report takes an eager
-    step.
+    each device the bytes of its weights and optimizer state. The report traces and
+    runs a step of its own.
 
     ```python
     import keras
@@ -280,12 +280,7 @@ def _is_local_training(model: keras.Model) -> bool:
 
 
 def _check_can_act(model: keras.Model, on_nan: str) -> None:
-    refuse_strategy(model.distribute_strategy, "NaNGuard")
-    if model.run_eagerly or tf.config.functions_run_eagerly():
-        raise ConfigurationError(
-            "NaNGuard works in graphs, but the model runs eagerly. Compile it with "
-            "run_eagerly=False, without tf.config.run_functions_eagerly(True)."
-        )
+    refuse_without_graphs(model, "NaNGuard")
     if not _is_local_training(model):
         return
     if on_nan == "rollback":

@@ -16,7 +16,7 @@ from tfdp.errors import ConfigurationError
 from tfdp.plan.stragglers import Scores, SlowWorker
 from tfdp.step.find_optimizers import optimizers_of, optimizers_with_sync
 from tfdp.step.observers import attach, detach
-from tfdp.strategies.gather_from_hosts import refuse_strategy
+from tfdp.strategies.gather_from_hosts import refuse_without_graphs
 
 # Fewer steps do not show what is usual.
 FEWEST_STEPS = 3
@@ -158,11 +158,10 @@ def _in_logs(found: list[SlowWorker | None]) -> dict[str, float]:
 
 def _check_can_measure(model: keras.Model) -> None:
     strategy = model.distribute_strategy
-    refuse_strategy(strategy, "Stragglers")
+    refuse_without_graphs(model, "Stragglers")
     for is_so, what in (
         (getattr(strategy, "elastic_hosts", None), "Communication(min_hosts=...)"),
         (optimizers_with_sync(optimizers_of(model), strategy), "sync=..."),
-        (model.run_eagerly, "run_eagerly=True"),
     ):
         if is_so:
             raise ConfigurationError(

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import keras
 
 from tfdp.callbacks.other_callbacks import Logs
-from tfdp.errors import ConfigurationError
 from tfdp.exchange.reducer import reducer_of
 from tfdp.exchange.traffic import TrafficMeter
 from tfdp.exchange.transport import Transport
-from tfdp.strategies.gather_from_hosts import refuse_strategy
+from tfdp.strategies.gather_from_hosts import refuse_strategy, refuse_without_graphs
 
 
 class Traffic(keras.callbacks.Callback):
@@ -169,10 +167,7 @@ def transport_of(model: keras.Model, name: str) -> Transport | None:
     if reducer_of(strategy) is None and strategy.num_replicas_in_sync == 1:
         return None
     refuse_strategy(strategy, name)
-    reducer: Any = strategy.extended.reducer
-    if model.run_eagerly and reducer.transport.replicas > 1:
-        raise ConfigurationError(
-            f"{name} counts in graphs, but the model was compiled with "
-            "run_eagerly=True. Compile with run_eagerly=False, or remove the callback."
-        )
-    return reducer.transport
+    transport = strategy.extended.reducer.transport
+    if transport.replicas > 1:
+        refuse_without_graphs(model, name)
+    return transport

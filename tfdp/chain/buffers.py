@@ -22,13 +22,12 @@ class Buffers(Stage):
 
     def before(self, reduction: Reduction) -> None:
         step, rank = reduction.step, reduction.rank
-        if not tf.executing_eagerly():
-            # A variable that a gradient is linear in is the program's own accumulator:
-            # its copies are parts of a sum, not means over rows.
-            handles = handles_of(self._state, rank)
-            step.own_sums |= linear_sources(step, rank, reduction.gradients, handles)
-            state = [one for one in self._state if id(one) not in step.own_sums]
-            self._state = _stored_in_this_branch(state, step, rank)
+        # A variable that a gradient is linear in is the program's own accumulator: its
+        # copies are parts of a sum, not means over rows.
+        handles = handles_of(self._state, rank)
+        step.own_sums |= linear_sources(step, rank, reduction.gradients, handles)
+        state = [one for one in self._state if id(one) not in step.own_sums]
+        self._state = _stored_in_this_branch(state, step, rank)
         reduction.riders += weighted_state(self._state, step, rank)
 
     def after(self, reduction: Reduction) -> None:

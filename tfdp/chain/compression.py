@@ -161,7 +161,6 @@ class CompressedExchange(Stage):
 def compression_stages(reduction: Reduction, compressed: CompressedSums) -> list[Stage]:
     """The stage of `Communication(compression=...)`, if that takes any gradient."""
     optimizer = reduction.optimizer
-    refuse_eager_compression(optimizer)
     _refuse_momentum(compressed, optimizer)
     places = places_taken(compressed, reduction)
     unit = scale_when_summed(optimizer)
@@ -239,23 +238,6 @@ def _refuse_momentum(compressed: CompressedSums, optimizer: Optimizer) -> None:
         "them another. Use keras.optimizers.SGD(learning_rate) without momentum, or "
         "leave momentum_correction out."
     )
-
-
-def refuse_eager_compression(optimizer: Optimizer) -> None:
-    """Raises ConfigurationError in eager mode if gradients should be compressed."""
-    extended = tf.distribute.get_strategy().extended
-    compressed = getattr(getattr(extended, "reducer", None), "compressed", None)
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    by_momentum = momentum_compression_of(optimizer) is not None
-    if tf.executing_eagerly() and (compressed is not None or by_momentum):
-        option = type(inner).__name__
-        if compressed is not None:
-            option = f"Communication(compression={compressed.method!r})"
-        raise ConfigurationError(
-            f"{option} acts in graphs, and this step runs eagerly, replica by replica. "
-            "Compile the model with run_eagerly=False, or call strategy.run in a "
-            "tf.function."
-        )
 
 
 def _unit_of(slot: OfRanks, unit: tf.Tensor | None) -> tf.Tensor | None:

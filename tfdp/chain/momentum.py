@@ -11,7 +11,6 @@ from tfdp._private.names import own_copy, replicas_of
 from tfdp.chain.compression import (
     CompressedExchange,
     places_taken,
-    refuse_eager_compression,
 )
 from tfdp.chain.reduction import Reduction, Stage, scale_when_summed
 from tfdp.compression.method import MomentumCompression
@@ -68,7 +67,6 @@ class Momentum(Stage):
 def momentum_stages(reduction: Reduction, reducer: Reducer) -> list[Stage]:
     """The stages of an optimizer that sends its momentum."""
     optimizer, strategy = reduction.optimizer, tf.distribute.get_strategy()
-    refuse_eager_compression(optimizer)
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     own_method = inner.momentum_compression
     _refuse_here(inner, strategy, reducer)

@@ -52,8 +52,7 @@ class Shards(Stage):
             self._sums = dict(zip(scattered, own, strict=True))
         for place in reduced:
             shard = self._sums[place] = reduction.take(place)
-            if not tf.executing_eagerly():
-                step.given_shards.append((rank, shard))
+            step.given_shards.append((rank, shard))
 
     def after(self, reduction: Reduction) -> None:
         for place, shard in self._sums.items():

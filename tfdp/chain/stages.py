@@ -99,10 +99,6 @@ def reducer_for(step: Step, optimizer: Optimizer) -> GradientReducer:
             "this model has: in such a step each replica's loss is the mean over its "
             "own rows. Give all optimizers of a model a sync, or none."
         )
-    if tf.executing_eagerly():
-        from tfdp.chain.eager import EagerReducer
-
-        return EagerReducer(step)
     reducer: GradientReducer = tf.distribute.get_strategy().extended.reducer
     return reducer
 

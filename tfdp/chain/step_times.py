@@ -100,8 +100,7 @@ class StepTimes(Stage):
             stateful=True,
             name="tfdp_step_times",
         )
-        if not tf.executing_eagerly():
-            run_independently(table.op)
+        run_independently(table.op)
         table.set_shape(self._own.shape)
         self._table = table
 

@@ -157,15 +157,6 @@ class TableRows(Stage):
                 reduction.gradients[place] = merge_rows(rows)
 
 
-def as_requested(values: Sequence[Any]) -> list[Any]:
-    """Rows that TensorFlow joined in eager mode, merged as `Communication` says."""
-    reducer = getattr(tf.distribute.get_strategy().extended, "reducer", None)
-    communication = getattr(reducer, "communication", None)
-    if communication is None or communication.repeated_rows != "sum":
-        return list(values)
-    return [merge_rows(v) if isinstance(v, tf.IndexedSlices) else v for v in values]
-
-
 def _all_within(optimizer: Optimizer) -> Iterator[Optimizer]:
     yield optimizer
     for inner in _within(optimizer):

@@ -51,6 +51,11 @@ class LinkCalls:
         )
         self._begun = AsyncExchanges()
 
+    @property
+    def channel(self) -> str:
+        """The channel of the link for a call that is made, or built, now."""
+        return "host" if tf.executing_eagerly() else "step"
+
     def close(self) -> None:
         """Waits for exchanges still in flight, so that no other host hangs."""
         self._begun.close()

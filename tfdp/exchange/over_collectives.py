@@ -41,6 +41,7 @@ from tfdp.hosts.exchange_watch import ExchangeWatch
 from tfdp.hosts.host_link import HostLink
 from tfdp.hosts.python_calls import counted
 from tfdp.hosts.server_guard import keep_to_workers
+from tfdp.lint.registry import is_of_graph
 
 # A smaller tensor takes at least as long by the ring as by a round trip of the link.
 SMALLEST_BYTES = 64 * 2**10
@@ -250,7 +251,7 @@ class LargeSums:
 
 def _are_large(tensors: Tensors) -> bool:
     """Whether they are worth a collective, which needs a graph and static sizes."""
-    if tf.executing_eagerly():
+    if not is_of_graph(tensors[0]):
         return False
     elements = [tensor.shape.num_elements() for tensor in tensors]
     if None in elements or tensors[0].dtype not in SUMMABLE:

@@ -124,7 +124,7 @@ class OverLink(Transport):
         self, shards: Tensors, layouts: Layouts, rank: int, label: str
     ) -> list[tf.Tensor]:
         """The whole tensors, from each host's range; also in cross-replica context."""
-        ranges, channel = self._ranges(layouts), _channel()
+        ranges, channel = self._ranges(layouts), self._calls.channel
 
         def gather(*arrays: np.ndarray) -> list[np.ndarray]:
             wholes = self.link.all_gather(arrays, ranges, label, channel)
@@ -141,7 +141,7 @@ class OverLink(Transport):
 
     def gather(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
         """The rows of all hosts; also in cross-replica context."""
-        channel, hosts = _channel(), self.link.workers
+        channel, hosts = self._calls.channel, self.link.workers
         with tf.device(self.devices[0]):
             (blobs,) = self.call(
                 lambda mine: [self.link.gather(mine, "rows", channel)],
@@ -199,10 +199,6 @@ class OverLink(Transport):
     def _ranges(self, layouts: Layouts) -> list[list[tuple[int, int]]]:
         """The begin and end of each host's part, by tensor."""
         return [list(map(each.bounds, range(each.parts))) for each in layouts]
-
-
-def _channel() -> str:
-    return "host" if tf.executing_eagerly() else "step"
 
 
 def _specs_of(like: Sequence[tf.Tensor | tf.TensorSpec]) -> list[tf.TensorSpec]:

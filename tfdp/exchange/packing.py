@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import tensorflow as tf
 
 from tfdp._private.names import run_independently
+from tfdp.lint.registry import is_of_graph
 from tfdp.plan.shards import OwnedLayout, ShardLayout
 
 Tensors: TypeAlias = Sequence[tf.Tensor]
@@ -258,7 +259,7 @@ def copied_shard(whole: tf.Tensor, layout: ShardLayout, part: int) -> tf.Tensor:
     would keep the memory of the whole tensor.
     """
     copied = tf.raw_ops.DeepCopy(x=shard_of(whole, layout, part))
-    if not isinstance(copied, tf.__internal__.EagerTensor):
+    if is_of_graph(copied):
         # TensorFlow treats it as stateful: a replica that cuts a gathered tensor would
         # wait for another's copy, which waits for the gathering.
         run_independently(copied.op)

@@ -256,11 +256,11 @@ def _has_gradient(tensor: tf.Tensor) -> bool:
 def _operations() -> list[tf.Operation]:
     """Operations of the graph being built.
 
-    None eagerly, or where replicas of a stock strategy build the graph in turn: an
-    operation may belong to another replica, which is at another layer by then.
+    None where replicas of a stock strategy build the graph in turn: an operation may
+    belong to another replica, which is at another layer by then.
     """
     in_turn = replicas_of(tf.distribute.get_strategy()) > 1
-    if tf.executing_eagerly() or (in_turn and current_step() is None):
+    if in_turn and current_step() is None:
         return []
     found: list[tf.Operation] = tf.compat.v1.get_default_graph().get_operations()
     return found
@@ -415,8 +415,8 @@ class _Draws(threading.local):
 class _DrawOverrides:
     """Overrides `next` of seed generators, in each thread independently.
 
-    Eager replicas are threads that take turns at their exchanges, so one may enter and
-    leave a block while another is inside it.
+    Replicas are threads that take turns at a `merge_call`, so one may enter and leave a
+    block while another is inside it.
     """
 
     def __init__(self) -> None:

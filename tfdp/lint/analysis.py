@@ -96,9 +96,9 @@ class Analysis:
         self._closed: dict[Any, list[Value]] = {}
 
     def value(self, tensor: tf.Tensor) -> Value:
-        """The value of a tensor; of an eager one nothing is known."""
-        if isinstance(tensor, tf.__internal__.EagerTensor):
-            return _of_eager(tensor)
+        """The value of a tensor; of one outside of graphs nothing is known."""
+        if not is_of_graph(tensor):
+            return _of_concrete(tensor)
         frame = self._open_frame(tensor.graph)
         self._compute(frame, [tensor])
         return self._known(frame, tensor)
@@ -223,7 +223,7 @@ class Analysis:
             return _of_handle(op.outputs[0]) if is_handle else UNKNOWN
         if is_of_graph(outer):
             return self._known(self._open_frame(outer.graph), outer)
-        return _of_eager(outer)
+        return _of_concrete(outer)
 
     def _calls_of(self, op: tf.Operation) -> list[tf.Tensor]:
         """Tensors that the surrounding graph passes for a finished function's input."""
@@ -337,7 +337,7 @@ def _give_up(frame: _Frame, op: tf.Operation) -> None:
     frame.values.setdefault(op.name, [lost] * len(op.outputs))
 
 
-def _of_eager(tensor: Any) -> Value:
+def _of_concrete(tensor: Any) -> Value:
     return _of_handle(tensor) if tensor.dtype == tf.resource else REPLICATED
 
 

@@ -26,7 +26,6 @@ from tfdp._private import optimizer_hooks as hooks
 from tfdp._private.names import current_rank
 from tfdp._private.optimizer_hooks import find_gradient_hook, is_own
 from tfdp.errors import ConfigurationError
-from tfdp.plan.exclusions import variable_path
 from tfdp.plan.shards import OwnedLayout
 from tfdp.seams.replace import instance_attributes
 from tfdp.sharding.owners import OF_KERAS, check_owners, definer_of, whole_updates
@@ -106,7 +105,6 @@ def shard_overrides(optimizer: Optimizer, shards: ShardUpdates) -> dict[str, Any
     def apply_gradients(gradients: Sequence[Any], variables: Sequence[Any]) -> Any:
         current[:] = variables
         check_owners(optimizer, variables)
-        _refuse_eager(variables)
         return hooks.by_keras(optimizer, hooks.APPLY_GRADIENTS)(gradients, variables)
 
     def clip(gradients: Sequence[Any]) -> list[Any]:
@@ -130,27 +128,6 @@ def shard_overrides(optimizer: Optimizer, shards: ShardUpdates) -> dict[str, Any
             _update_in_phases, optimizer, shards
         )
     return overrides
-
-
-def _refuse_eager(variables: Sequence[Any]) -> None:
-    """Refuses in eager mode what needs a whole weight: owners, and constraints."""
-    if not tf.executing_eagerly():
-        return
-    for variable in variables:
-        path = variable_path(variable)
-        if is_in_shards(variable) and variable.value.owner is not None:
-            raise ConfigurationError(
-                f"The optimizer updates the weight {path!r} whole, on one replica, "
-                "which cannot be done in eager mode, where all replicas update "
-                "together. Compile with run_eagerly=False, or leave out shard=."
-            )
-        if is_stored_in_shards(variable) and getattr(variable, "constraint", None):
-            raise ConfigurationError(
-                f"The weight {path!r} has a constraint, which "
-                "cannot be applied to shards in eager mode: it needs the whole weight "
-                "before all replicas have updated their shards. Compile with "
-                "run_eagerly=False, or leave out shard='parameters'."
-            )
 
 
 def clip_over_shards(
@@ -206,21 +183,14 @@ def _total_over_shards(own: Sequence[Any], shards: ShardUpdates) -> list[tf.Tens
     """Sums scalars over the replicas that hold the shards."""
     dtype = _dtype_of_norms(own)
     stacked = tf.stack([tf.cast(value, dtype) for value in own])
-    if not tf.executing_eagerly():
-        return tf.unstack(shards.reducer.sum_of_shards(stacked, current_rank()))
-    transport = shards.reducer.transport
-    if transport.shard_parts < transport.replicas and transport.outer.first_part:
-        stacked = tf.zeros_like(stacked)  # the first host counts the same shards
-    context = tf.distribute.get_replica_context()
-    return tf.unstack(context.all_reduce("SUM", stacked))
+    return tf.unstack(shards.reducer.sum_of_shards(stacked, current_rank()))
 
 
 def _then_gather(
     optimizer: Optimizer, method: str, shards: ShardUpdates, *args: Any, **kwargs: Any
 ) -> Any:
     result = getattr(type(optimizer), method)(optimizer, *args, **kwargs)
-    if not tf.executing_eagerly():
-        shards.gather_updated()
+    shards.gather_updated()
     return result
 
 
@@ -258,8 +228,7 @@ def _update_at_owners(
 ) -> None:
     """Keras' update, of weights that their owners have whole."""
     pairs = list(gradients_and_variables)
-    if not tf.executing_eagerly():
-        shards.bring_to_owners([variable for _, variable in pairs])
+    shards.bring_to_owners([variable for _, variable in pairs])
     update = hooks.by_keras(optimizer, hooks.UPDATE_OF_STRATEGY)
     update(strategy, pairs, learning_rate)
 
@@ -317,13 +286,6 @@ def _update_in_phases(
     learning_rate: Any,
 ) -> None:
     """First every layer's norms, then one sum for all of them, then every update."""
-    if tf.distribute.in_cross_replica_context():
-        # Eager replicas update across replicas, one variable after the other.
-        raise ConfigurationError(
-            f"{type(optimizer).__name__} cannot update shards in eager mode: it first "
-            "sums the norms of its layers over the replicas. Compile with "
-            "run_eagerly=False, or leave out shard=."
-        )
     running: list[Any] = []
     found: list[tuple[tf.Tensor, ...]] = []
 

@@ -180,7 +180,8 @@ class ShardUpdates:
 
         @tf.custom_gradient
         def gather(shard: tf.Tensor) -> tuple[tf.Tensor, Callable]:
-            whole = self._gathered(variable, tf.cast(shard, dtype), rank)
+            shards = [tf.cast(shard, dtype)]
+            [whole] = self.reducer.all_gather(shards, [variable.layout], rank)
             return tf.cast(whole, dtype), scatter
 
         def scatter(upstream: Any) -> tf.Tensor:
@@ -188,18 +189,10 @@ class ShardUpdates:
             check_whole_gradient(variable, upstream)
             step = self._strategy.extended.current_step
             upstream = step.own_gradient(rank, upstream)
-            if not tf.executing_eagerly():
-                with exchanges_of(name):
-                    [own] = self.reducer.reduce_scatter(
-                        [upstream], [layout], rank, label=label
-                    )
-            else:
-                # With one row, a replica may compute gradients of branches in another
-                # order: compare the variable, and hosts the read, not only its shape.
-                step.eager_order.meet(rank, f"the gradient of {variable.name}", label)
-                context = tf.distribute.get_replica_context()
-                total = context.all_reduce("SUM", upstream)
-                own = shard_of(total, layout, self.part_of(rank))
+            with exchanges_of(name):
+                [own] = self.reducer.reduce_scatter(
+                    [upstream], [layout], rank, label=label
+                )
             step.trace(rank).shard_gradients[key_of(own)] = own
             register(own, Value(terms=frozenset({Term.SHARD})))
             return own
@@ -230,30 +223,9 @@ class ShardUpdates:
         """This replica's shards of the summed `gradients`, in replica context."""
         rank = names.current_rank()
         layouts = [distributed_of(variable).update_layout for variable in variables]
-        if not tf.executing_eagerly():
-            return self.reducer.reduce_scatter(
-                gradients, layouts, rank, in_turn=self.stage >= 2
-            )
-        context = tf.distribute.get_replica_context()
-        dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
-        totals = context.all_reduce("SUM", dense)
-        return [
-            shard_of(total, layout, self.part_of(rank))
-            for total, layout in zip(totals, layouts, strict=True)
-        ]
-
-    def _gathered(self, variable: ShardedVariable, shard: Any, rank: Any) -> tf.Tensor:
-        if not tf.executing_eagerly():
-            return self.reducer.all_gather([shard], [variable.layout], rank)[0]
-        # Eager replicas run one after the other, so they cannot exchange here. This
-        # read bypasses gradient tapes: only the replica's own shard has a gradient.
-        shards = [
-            tf.raw_ops.ReadVariableOp(
-                resource=variable.shard(rank).handle, dtype=variable.dtype
-            )
-            for rank in range(len(self._devices))
-        ]
-        return self.whole(shards, variable.layout, variable.name)
+        return self.reducer.reduce_scatter(
+            gradients, layouts, rank, in_turn=self.stage >= 2
+        )
 
     def update(
         self, variable: names.DistributedVariable, fn: Callable, args: Any, kwargs: Any
@@ -277,8 +249,6 @@ class ShardUpdates:
         try:
             yield
         finally:
-            # Not the previous value: eager replicas enter in turn, and each would
-            # restore what the last one had set.
             self._updates_on_host = self._is_offloading
 
     def _device_of_update(self, variable: Any, device: str) -> str:

@@ -127,8 +127,9 @@ class ShardedVariable(InShards, DistributedVariable):
         if updating_rank() is None and not self._is_in_replica():
             raise ConfigurationError(
                 f"Variable {self.name!r} is stored in shards: each replica has a part "
-                "of it. A gradient with respect to it can only be taken in a function "
-                'that strategy.run runs, or without shard="parameters".'
+                "of it. A gradient with respect to it can only be taken in a graph of "
+                "all replicas (a function that strategy.run runs, and "
+                'run_eagerly=False), or without shard="parameters".'
             )
         return super().handle
 
@@ -290,8 +291,6 @@ def _read_shards(shards: Sequence[tf.Variable]) -> list[tf.Tensor]:
 
     Keras puts every variable that a graph captured into a SavedModel.
     """
-    if tf.executing_eagerly():
-        return [tf.convert_to_tensor(shard) for shard in shards]
     values = []
     for shard in shards:
         if shard.trainable:

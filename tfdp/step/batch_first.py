@@ -11,6 +11,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdp.lint.registry import is_of_graph
+
 
 def when_batch_is_there(arguments: Any) -> list[tf.Operation]:
     """An operation that runs when the replicas' batches are there; none, if they are no
@@ -28,7 +30,5 @@ def tensors_of_this_graph(arguments: Any) -> list[tf.Tensor]:
     return [
         part
         for part in tf.nest.flatten(arguments, expand_composites=True)
-        if isinstance(part, tf.Tensor)
-        and not isinstance(part, tf.__internal__.EagerTensor)
-        and part.graph is graph
+        if is_of_graph(part) and part.graph is graph
     ]

@@ -28,12 +28,11 @@ from tfdp.seams.replace import replace_for_good
 from tfdp.step.own_branches import own_source_of
 from tfdp.tracing.state_checks import is_added, own_handle, stored_from_shares
 from tfdp.tracing.step import Step, current_step
-from tfdp.tracing.trace_order import describe_sum
 
 
 def with_synchronized_buffers(fn: Callable, step: Step) -> Callable:
     """Wraps `step` to all-reduce, at its end, the buffers that are still local."""
-    if tf.executing_eagerly() or step.is_local:
+    if step.is_local:
         return fn
     if step.replicas == 1 and not step.refuses_late_state:
         return fn
@@ -88,13 +87,8 @@ def all_reduce_buffers(state: Sequence[Any], step: Step, rank: Any) -> None:
     from tfdp.chain.buffers import store_state, weighted_state
 
     shares = weighted_state(state, step, rank)
-    if tf.executing_eagerly():
-        step.eager_order.meet(rank, describe_sum(shares))
-        context = tf.distribute.get_replica_context()
-        means = context.all_reduce(tf.distribute.ReduceOp.SUM, shares)
-    else:
-        reducer = tf.distribute.get_strategy().extended.reducer
-        means = reducer.all_reduce(shares, rank, mean=False)
+    reducer = tf.distribute.get_strategy().extended.reducer
+    means = reducer.all_reduce(shares, rank, mean=False)
     store_state(state, means, step, rank)
 
 

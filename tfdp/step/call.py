@@ -33,7 +33,7 @@ from tfdp.step.losses import added_loss_overrides, reduction_overrides
 from tfdp.step.metric_state import warn_if_rows_counted, warn_if_steps_counted
 from tfdp.step.observers import StepMeter, observers_of
 from tfdp.step.optimizers import optimizer_overrides, warn_about_draws
-from tfdp.step.reports import NotedResults, recorded, report_overrides
+from tfdp.step.reports import NotedResults, report_overrides
 from tfdp.step.rows import (
     dummy_row_overrides,
     gathering_real_rows,
@@ -132,7 +132,7 @@ class StepCall:
 
     def unify_shapes(self) -> None:
         """Makes row counts dynamic where replicas or hosts have different ones."""
-        if self._has_dynamic_rows and not tf.executing_eagerly():
+        if self._has_dynamic_rows:
             self.arguments = with_unified_shapes(self.arguments, self.step.batch)
         self.step.note_batch(self.arguments)
 
@@ -165,7 +165,7 @@ class StepCall:
         methods in Keras' objects; yields the recorded results of metrics, for
         `reports.reduce_logs`."""
         step, noted = self.step, NotedResults()
-        in_graph = not (self._is_compiled or tf.executing_eagerly())
+        in_graph = not self._is_compiled
         built_before = len(operations()) if in_graph else 0
         self.replica_fn = self._step_of_replica()
         with overridden(self._overrides(optimizers, made_metrics, noted)):
@@ -186,8 +186,6 @@ class StepCall:
     def _step_of_replica(self) -> Callable:
         """The step, which waits for the batch, and synchronizes buffers at its end."""
         step, fn = self.step, as_the_caller_is(self.replica_fn)
-        if tf.executing_eagerly():
-            return recorded(fn, step)
         if self._is_compiled:
             from tfdp.step.batch_inside import noting_batch
 

@@ -1,10 +1,10 @@
 """Finds where a number that is not finite came from, by recomputing the batch.
 
-The step of a skipped batch runs again, eagerly, replica after replica, with the current
-weights, which are those from before that step. It examines, in order of computation:
-weights and the optimizer's state, the batch, the outputs of layers (innermost first),
-the result of `compute_loss`, and gradients before they are summed over the replicas.
-Nothing is updated, and what the step stores is restored.
+The step of a skipped batch runs again, in a graph of its own, with the current weights,
+which are those from before that step. It examines, in order of computation: weights and
+the optimizer's state, the batch, the outputs of layers (innermost first), the result of
+`compute_loss`, and gradients before they are summed over the replicas. Nothing is
+updated, and what the step stores is restored.
 """
 
 from __future__ import annotations
@@ -13,20 +13,26 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfdp._private.keras_models import layers_within
 from tfdp._private.names import current_rank
 from tfdp._private.optimizer_hooks import variables_built_with
+from tfdp.errors import LocalMeanWarning, LocalStateWarning
 from tfdp.seams.replace import instance_attributes, replace
 from tfdp.sharding.variables import ShardedVariable
 from tfdp.step.find_optimizers import optimizers_of
 from tfdp.step.local_step import LocalLook
 from tfdp.variables.local_view import LocalView
+
+# The numbers of nothing.
+NONE = np.zeros([0, 4], np.int64)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,29 +126,60 @@ class _Look:
     def __init__(self, rank: int):
         self.rank = rank
         self.findings: list[NotFinite] = []
+        #: The replica's graph, and what it examines: kind and name, and its numbers.
+        self.graph: tf.Graph | None = None
+        self._examined: list[tuple[str, str]] = []
+        self._numbers: list[tf.Tensor] = []
 
-    def at(self, kind: str, name: str, value: Any, *, has_rows: bool = False) -> bool:
-        """Examines a tensor; whether it found something."""
-        if isinstance(value, (tf.RaggedTensor, tf.IndexedSlices, tf.SparseTensor)):
-            value, has_rows = value.values, False
-            if isinstance(value, tf.RaggedTensor):
-                value = value.flat_values
-        if not isinstance(value, tf.__internal__.EagerTensor):
-            return False  # within a function that the model compiles itself
-        if not value.dtype.is_floating or tf.reduce_all(tf.math.is_finite(value)):
-            return False
-        nans = int(tf.math.count_nonzero(tf.math.is_nan(value)))
-        infinities = int(tf.math.count_nonzero(tf.math.is_inf(value)))
-        row = None
-        if has_rows and value.shape.rank:
-            row = int(tf.where(~tf.math.is_finite(value))[0, 0])
-        size = int(tf.size(value))
-        found = NotFinite(self.rank, kind, name, nans, infinities, size, row)
-        self.findings.append(found)
-        return True
+    def at(self, kind: str, name: str, value: Any, *, has_rows: bool = False) -> None:
+        """Examines a tensor, outside of graphs."""
+        numbers = _numbers_of(value, has_rows=has_rows)
+        if numbers is not None:
+            self._add(kind, name, numbers.numpy())
 
-    def has(self, kind: str) -> bool:
-        return any(finding.kind == kind for finding in self.findings)
+    def examine(
+        self, kind: str, name: str, value: Any, *, has_rows: bool = False
+    ) -> None:
+        """Examines a tensor of the graph that is being built, when it runs."""
+        if tf.compat.v1.get_default_graph() is not self.graph:
+            return  # a loop, a branch, or a function that the model compiles itself
+        numbers = _numbers_of(value, has_rows=has_rows)
+        if numbers is not None:
+            self._examined.append((kind, name))
+            self._numbers.append(numbers)
+
+    def numbers(self) -> tf.Tensor:
+        """The numbers of all that the graph examines."""
+        return tf.stack(self._numbers) if self._numbers else tf.constant(NONE)
+
+    def note(self, numbers: np.ndarray) -> None:
+        """Adds what a run of the graph has found: of all layers the first."""
+        for (kind, name), found in zip(self._examined, numbers, strict=True):
+            if kind != "layer" or not any(one.kind == kind for one in self.findings):
+                self._add(kind, name, found)
+
+    def _add(self, kind: str, name: str, numbers: np.ndarray) -> None:
+        nans, infinities, size, row = map(int, numbers)
+        if nans or infinities:
+            at_row = None if row < 0 else row
+            found = NotFinite(self.rank, kind, name, nans, infinities, size, at_row)
+            self.findings.append(found)
+
+
+def _numbers_of(value: Any, *, has_rows: bool) -> tf.Tensor | None:
+    """NaNs, infinities, all numbers, and the first row with one, or -1; None: none."""
+    if isinstance(value, (tf.RaggedTensor, tf.IndexedSlices, tf.SparseTensor)):
+        value, has_rows = value.values, False
+        if isinstance(value, tf.RaggedTensor):
+            value = value.flat_values
+    if not tf.is_tensor(value) or not value.dtype.is_floating:
+        return None
+    row = tf.constant(-1, tf.int64)
+    if has_rows and value.shape.rank:
+        row = tf.reduce_min(tf.where(~tf.math.is_finite(value))[:, 0])
+    nans = tf.math.count_nonzero(tf.math.is_nan(value))
+    infinities = tf.math.count_nonzero(tf.math.is_inf(value))
+    return tf.stack([nans, infinities, tf.size(value, tf.int64), row])
 
 
 def _examining_methods(optimizer: Any, looks: Sequence[_Look]) -> dict[str, Callable]:
@@ -153,7 +190,7 @@ def _examining_methods(optimizer: Any, looks: Sequence[_Look]) -> dict[str, Call
         variables = trainable_variables or variables_built_with(optimizer)
         for gradient, variable in zip(grads, variables, strict=False):
             if gradient is not None:
-                look.at("gradient", variable.path, gradient)
+                look.examine("gradient", variable.path, gradient)
 
     def apply_gradients(grads_and_vars: Any, **more: Any) -> None:
         apply(*zip(*grads_and_vars, strict=True))
@@ -176,21 +213,31 @@ def _run_again(
             lambda context: column[context.replica_id_in_sync_group - first_rank]
         )
 
-    def again(parts: list[Any]) -> None:
+    def again(parts: list[Any]) -> tf.Tensor:
         for optimizer, methods in examining:
             # On top of this step's overrides, with which they are removed.
             for name, method in methods.items():
                 replace(optimizer, name, method)
         arguments = tf.nest.pack_sequence_as(structure, parts, expand_composites=True)
         args, kwargs = arguments
+        look = looks[current_rank()]
+        look.graph = tf.compat.v1.get_default_graph()
         model.train_step(*args, **kwargs)
+        return look.numbers()
 
     with contextlib.ExitStack() as stack:
         for optimizer, methods in examining:
             stack.enter_context(instance_attributes(optimizer, methods))
         is_local = any(getattr(o, "sync", None) is not None for o in owned)
         values = [distributed(column) for column in zip(*flat, strict=True)]
-        strategy.run(LocalLook(again) if is_local else again, args=(values,))
+        # What the step itself would warn of, it has.
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore", LocalMeanWarning)
+        warnings.simplefilter("ignore", LocalStateWarning)
+        found = strategy.run(LocalLook(again) if is_local else again, args=(values,))
+    results = strategy.experimental_local_results(found)
+    for look, numbers in zip(looks, results, strict=True):
+        look.note(numbers.numpy())
 
 
 def _named_parts(args: Any) -> Iterator[tuple[str, Any]]:
@@ -220,7 +267,8 @@ def _examining(model: keras.Model, looks: Sequence[_Look]) -> Iterator[None]:
         def examined_loss(*args: Any, **kwargs: Any) -> Any:
             loss = compute(*args, **kwargs)
             if loss is not None:
-                looks[current_rank()].at("loss", "the loss", tf.convert_to_tensor(loss))
+                look, value = looks[current_rank()], tf.convert_to_tensor(loss)
+                look.examine("loss", "the loss", value)
             return loss
 
         of_model = {"compute_loss": examined_loss}
@@ -232,10 +280,8 @@ def _examined(call: Callable, layer: Any, looks: Sequence[_Look]) -> Callable:
     @functools.wraps(call)
     def looked_at(*args: Any, **kwargs: Any) -> Any:
         outputs = call(*args, **kwargs)
-        look = looks[current_rank()]
         for output in tf.nest.flatten(outputs):
-            if not look.has("layer"):
-                look.at("layer", layer.path, output, has_rows=True)
+            looks[current_rank()].examine("layer", layer.path, output, has_rows=True)
         return outputs
 
     return looked_at

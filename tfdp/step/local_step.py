@@ -89,11 +89,6 @@ def begin_local_step(
             "One model is trained by optimizers whose sync=... says across='hosts' and "
             "across='replicas'. Say the same for all."
         )
-    if tf.executing_eagerly():
-        raise ConfigurationError(
-            "sync=... needs graphs: eager replicas run one after the other and stop "
-            "for each other at every update. Leave out run_eagerly=True."
-        )
     if is_jitted or fn.__self__.jit_compile:
         raise ConfigurationError(
             "sync=... has not been shown to work with jit_compile=True. Compile the "

@@ -113,7 +113,6 @@ class ReplicaLosses:
         return _product(value, self._shares.report_factor(factor, value.dtype))
 
     def _unchanged(self, share: Any) -> Any:
-        # No factor: eager mode could not identify a product of two factors.
         return _product(share, tf.ones([], share.dtype))
 
     def _fraction(self, loss: MeanLoss) -> Any:
@@ -173,7 +172,7 @@ def _is_of_shares(shares: LossShares, values: Any) -> bool:
             "function of that loss, which gives a value for each row: "
             "keras.losses.mean_squared_error(y, p), not MeanSquaredError()(y, p). Or "
             "rows, or weights, were moved by the gradient of a loss: by the sign of a "
-            "gradient by rows they may be (not with run_eagerly=True); else take the "
+            "gradient by rows they may be; else take the "
             "gradient of a sum of values of rows, tf.reduce_sum("
             "keras.losses.mean_squared_error(y, p))."
         )
@@ -223,8 +222,6 @@ def _not_cancelled(denominator: tf.Tensor, loss: MeanLoss) -> tf.Tensor:
     size = tf.reduce_sum(tf.abs(loss.weights))
     is_lost = tf.logical_and(tf.equal(denominator, 0), tf.not_equal(size, 0))
     check = tf.debugging.Assert(tf.logical_not(is_lost), [WEIGHTS_CANCEL])
-    if check is None:
-        return denominator  # in eager mode Assert has raised already
     run_independently(check)  # not ordered after other replicas' checks
     with tf.control_dependencies([check]):
         return tf.identity(denominator)
@@ -249,8 +246,8 @@ def _weight_denominator(loss: MeanLoss) -> Any:
 
 
 class OwnLosses(MutableSequence):
-    """The losses of a layer (`add_loss`), a separate list for each replica: eager
-    replicas take turns, and one would clear, or count, the losses of another."""
+    """The losses of a layer (`add_loss`), a separate list for each replica: replicas
+    take turns at a `merge_call`, and one would clear, or count, another's losses."""
 
     def __init__(self, step: Step) -> None:
         self._step = step

@@ -53,12 +53,11 @@ def forget_failed_fit(model: keras.Model) -> None:
 
 
 class StepMeter:
-    """Counts samples and steps of training, in graphs traced while it is attached and
-    in eager steps, and records when batches arrived."""
+    """Counts samples and steps of training while it is attached, and records when
+    batches arrived."""
 
     def __init__(self) -> None:
-        self._samples, self._eager_samples = make_counter(), 0
-        self._steps, self._eager_steps = make_counter(), 0
+        self._samples, self._steps = make_counter(), make_counter()
         self._arrived = make_note(0.0, tf.float64)
         self._is_known = True
 
@@ -67,11 +66,11 @@ class StepMeter:
         """Samples of all steps so far, in this process; None: unknown for a step."""
         if not self._is_known:
             return None
-        return self._eager_samples + int(self._samples.numpy())
+        return int(self._samples.numpy())
 
     @property
     def steps(self) -> int:
-        return self._eager_steps + int(self._steps.numpy())
+        return int(self._steps.numpy())
 
     @property
     def arrived_seconds(self) -> float | None:
@@ -79,13 +78,8 @@ class StepMeter:
         return float(self._arrived.numpy()) or None
 
     def note(self, rows: Any, given: Any) -> None:
-        """Counts a step when it is traced, or made eagerly; `rows` may be unknown
-        (None)."""
+        """Counts a step where it is traced, or made; `rows` may be unknown (None)."""
         self._is_known = self._is_known and rows is not None
-        if tf.executing_eagerly():
-            self._eager_steps += 1
-            self._eager_samples += 0 if rows is None else int(rows)
-            return
         count_in_graph(self._steps, tf.constant(1, tf.int64))
         if rows is not None:
             count_in_graph(self._samples, tf.cast(rows, tf.int64))

@@ -356,7 +356,7 @@ def _noting_draws(
     """Calls `update`, and notes what it builds for `warn_about_draws`."""
     step = facts.step
     # As in a user's own merge_call: one draw for all copies.
-    is_noted = not (tf.executing_eagerly() or tf.distribute.in_cross_replica_context())
+    is_noted = not tf.distribute.in_cross_replica_context()
     is_noted = is_noted and step.replicas > 1 and not step.is_local
     if not is_noted or step.here is not step.traces[0]:  # one replica is enough
         return update(gradients, variables)

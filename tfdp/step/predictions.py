@@ -51,8 +51,8 @@ def joined_outputs(
       real_rows_of: removes padding and dummy rows.
 
     Raises:
-      ConfigurationError: in eager mode, if they cannot be joined. In graphs a check
-        fails at run time, and `why_not_joined` converts its error.
+      InvalidArgumentError: at run time, if they cannot be joined; `why_not_joined`
+        converts it.
     """
     parts_of = strategy.experimental_local_results
     leaves = tf.nest.flatten(outputs)
@@ -122,8 +122,6 @@ def _has_rows(step: Step, output: tf.Tensor) -> bool:
     rows, length = batch[0].shape[0] if batch else None, output.shape[0]
     if length is None:
         return True
-    if rows is None and tf.executing_eagerly():
-        rows = step.count_of(0)
     return rows is not None and (rows == 0 or length % int(rows) == 0)
 
 
@@ -132,11 +130,6 @@ def _checked(
 ) -> list[tf.Tensor]:
     texts = [tf.strings.format("{}", tf.shape(part)) for part in parts]
     shapes = tf.strings.join(texts, separator=", ")
-    if tf.executing_eagerly():
-        if not is_same:
-            text = f"{words} {shapes.numpy().decode()}"
-            raise ConfigurationError(text.removeprefix("tfdp: "))
-        return list(values)
     with tf.device("CPU:0"):
         check = tf.debugging.Assert(is_same, [words, shapes])
     checked = []

@@ -79,18 +79,6 @@ def report_overrides(
         yield Override(metric, "result", instead(result))
 
 
-def recorded(fn: Callable, step: Step) -> Callable:
-    """Wraps `step` for eager mode, recording what depends on its losses' factors."""
-
-    @functools.wraps(fn)
-    def recorded_step(*args: Any, **kwargs: Any) -> Any:
-        shares = step.here.shares
-        with shares.recording():
-            return fn(*args, **kwargs)
-
-    return recorded_step
-
-
 def _metrics_of(
     model: keras.Model, made_metrics: Sequence[keras.metrics.Metric]
 ) -> Iterator[keras.metrics.Metric]:
@@ -313,7 +301,7 @@ def _derivation(
 
     if not tf.is_tensor(parts[0]):
         return None
-    if is_result(parts[0]):  # the only case in eager mode
+    if is_result(parts[0]):
         return Derivation(parts[0], (parts[0],), ())
     derivation = derivation_of(parts[0], is_result)
     if isinstance(derivation, DerivedReport):
@@ -405,7 +393,7 @@ def derivation_of(
     value: tf.Tensor, is_result: Callable[[tf.Tensor], bool]
 ) -> Derivation | DerivedReport | None:
     """How `value` derives from results of metrics; None: it does not, or unknown."""
-    if isinstance(value, tf.__internal__.EagerTensor):
+    if not is_of_graph(value):
         return None
     results: dict[str, tf.Tensor] = {}
     operations: dict[str, tf.Operation] = {}

@@ -121,8 +121,7 @@ class RowShares(Stage):
                 stateful=True,
                 name="tfdp_row_shares",
             )
-            if not tf.executing_eagerly():
-                run_independently(ends.op)
+            run_independently(ends.op)
             note_in_graph(self._ends, ends)
 
     def _next_ends(self, seconds: np.ndarray, rows: np.ndarray) -> np.ndarray:

@@ -7,7 +7,6 @@ itself, so Keras' accumulation, EMA overwrite and steps_per_execution work uncha
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,6 @@ from tfdp.step.local_step import refuse_in_local_step
 from tfdp.strategies.replica_extended import ReplicaExtended
 from tfdp.tracing.effect_order import ReplicaEffects, warn_about_shared
 from tfdp.tracing.step import Step
-from tfdp.tracing.trace_order import EagerOrder
 from tfdp.variables.global_seed import independent_draws, with_global_seed
 from tfdp.variables.in_shards import InShards
 from tfdp.variables.local_view import LocalView
@@ -70,7 +68,7 @@ class DataParallelExtended(ReplicaExtended, names.MirroredExtended):
     def _replica_ctx_update(
         self, var: Any, fn: Callable, args: Any, kwargs: Any, group: Any
     ) -> Any:
-        if isinstance(var, InShards) and not tf.executing_eagerly():
+        if isinstance(var, InShards):
             return self.shards_in_use().update(var, fn, args, kwargs)
         result = super()._replica_ctx_update(var, fn, args, kwargs, group)
         if isinstance(var, LocalView):
@@ -86,16 +84,11 @@ class DataParallelExtended(ReplicaExtended, names.MirroredExtended):
         return self._cross_device_ops
 
     def _use_merge_call(self) -> bool:
-        # Eager replicas run one after the other: they cannot exchange while they run.
-        return tf.executing_eagerly()
+        return False
 
     def _call_for_each_replica(self, fn: Callable, args: Any, kwargs: Any) -> Any:
-        building: contextlib.AbstractContextManager = self.building_replicas()
-        if tf.executing_eagerly():
-            self.current_step.eager_order = EagerOrder()
-            building = contextlib.nullcontext()
         first_draw = self.first_draw if self._draws_per_replica else None
-        with building, independent_draws(first_draw) as draw_as:
+        with self.building_replicas(), independent_draws(first_draw) as draw_as:
             effects = ReplicaEffects()
             fn = effects.seen(with_global_seed(fn, draw_as))
             result = super()._call_for_each_replica(fn, args, kwargs)
@@ -106,21 +99,8 @@ class DataParallelExtended(ReplicaExtended, names.MirroredExtended):
         self, reduce_op: Any, value: Any, options: Any = None
     ) -> Any:
         value = _to_reduce(self.current_step, names.current_rank(), reduce_op, value)
-        if tf.executing_eagerly():
-            return super()._replica_ctx_all_reduce(reduce_op, value, options)
         refuse_in_local_step(self.current_step)
         return self.reduced(reduce_op, value)
-
-    def batch_reduce_to(
-        self, reduce_op: Any, value_destination_pairs: Any, options: Any = None
-    ) -> Any:
-        # Eager replicas use this instead of `_replica_ctx_all_reduce`.
-        if tf.executing_eagerly():
-            value_destination_pairs = [
-                (_parts_to_reduce(self.current_step, reduce_op, value), destinations)
-                for value, destinations in value_destination_pairs
-            ]
-        return super().batch_reduce_to(reduce_op, value_destination_pairs, options)
 
     def _create_variable(self, next_creator: Callable, **kwargs: Any) -> Any:
         self.note_maker()
@@ -179,17 +159,3 @@ def _to_reduce(step: Step, rank: Any, reduce_op: Any, value: Any) -> Any:
         return step.parts_to_sum(rank, part)
 
     return tf.nest.map_structure(part_to_sum, value)
-
-
-def _parts_to_reduce(step: Step, reduce_op: Any, value: Any) -> Any:
-    """`_to_reduce` for each replica's part of `value`."""
-    if not isinstance(value, names.PerReplica):
-        # A host's only replica passes a plain tensor.
-        is_its_own = (
-            tf.is_tensor(value) and step.has_dummy_rows and len(step.traces) == 1
-        )
-        return _to_reduce(step, 0, reduce_op, value) if is_its_own else value
-    parts = enumerate(value.values)
-    return names.PerReplica(
-        [_to_reduce(step, rank, reduce_op, part) for rank, part in parts]
-    )

@@ -10,6 +10,7 @@ import tensorflow as tf
 from tfdp.errors import CollectiveError, ConfigurationError
 from tfdp.exchange.reducer import reducer_of
 from tfdp.files.checked_json import parse_json
+from tfdp.step.as_one_device import runs_as_one_device
 
 
 def gather_from_hosts(strategy: Any, mine: Any, label: str) -> list[Any]:
@@ -38,6 +39,18 @@ def places_of(strategy: Any) -> list[str]:
         f"replica {rank} ({device.device_type}:{device.device_index}{where})"
         for rank, device in enumerate(devices, first_rank_of(strategy))
     ]
+
+
+def refuse_without_graphs(model: Any, name: str) -> None:
+    """Raises a `ConfigurationError` unless steps of `model` are graphs of tfdp's
+    replicas on CPUs or GPUs, which the callback `name` looks into."""
+    refuse_strategy(model.distribute_strategy, name)
+    if runs_as_one_device(model):
+        raise ConfigurationError(
+            f"{name} looks into the graphs of steps, and a step with run_eagerly=True "
+            "has none. Compile with run_eagerly=False (and "
+            "tf.config.run_functions_eagerly(False)), or remove the callback."
+        )
 
 
 def refuse_strategy(strategy: Any, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Warns of batches too small to give each replica a row."""
+"""Warns of replicas without rows, or with the rows of the others."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import warnings
 import weakref
 from typing import Any
 
+import numpy as np
+import tensorflow as tf
+
 from tfdp._private import frames
 from tfdp.data.padding import stated_batch_rows
 from tfdp.data.split import bounds_of_host
-from tfdp.errors import DeviceWarning
+from tfdp.errors import DeviceWarning, SameRowsWarning
 from tfdp.strategies.in_words import is_without_fit_message
+from tfdp.tracing.step import Step
 
 _warned: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -53,3 +57,35 @@ def warn_of_idle_replicas(strategy: Any, dataset: Any) -> None:
         DeviceWarning,
         stacklevel=3,
     )
+
+
+# Keras distributes the dataset of `fit`; a custom loop must do it.
+
+_warned_of_same_rows: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def warn_of_same_rows(strategy: Any, arguments: Any, step: Step) -> None:
+    """Warns, once per strategy, if an optimizer trained on rows that replicas share."""
+    if step.replicas == 1 or not step.has_updated or strategy in _warned_of_same_rows:
+        return
+    values = tf.nest.flatten(arguments)
+    if any(isinstance(value, tf.distribute.DistributedValues) for value in values):
+        return
+    shape = next((value.shape for value in values if _has_rows(value)), None)
+    if shape is None:
+        return
+    _warned_of_same_rows.add(strategy)
+    warnings.warn(
+        f"strategy.run gave all {step.replicas} replicas the same tensor of shape "
+        f"{tuple(shape)}, and an optimizer trains on it: all rows are computed "
+        f"{step.replicas} times. Loop over strategy.experimental_distribute_dataset("
+        "dataset), which gives each replica its part of a batch. If the tensor is no "
+        "batch (a table, say), do not pass it as an argument.",
+        SameRowsWarning,
+        stacklevel=4,
+    )
+
+
+def _has_rows(value: Any) -> bool:
+    is_tensor = tf.is_tensor(value) and not isinstance(value, tf.Variable)
+    return (is_tensor or isinstance(value, np.ndarray)) and value.shape not in ((), [])

@@ -6,17 +6,14 @@ values of variables, are those of all hosts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfdp._private.names import MirroredVariable, regroup_mirrored
-from tfdp.errors import CollectiveError, ConfigurationError
 from tfdp.exchange.host_group import HostGroup
-from tfdp.exchange.sparse import join_rows
-from tfdp.exchange.wire_types import check_summable
 from tfdp.strategies.extended import DataParallelExtended
 
 
@@ -91,55 +88,10 @@ class MultiHostExtended(DataParallelExtended):
     def _batch_reduce_to(
         self, reduce_op: Any, value_destination_pairs: Any, options: Any = None
     ) -> list[Any]:
-        """Reduces for eager replicas, in cross-replica context."""
-        strategy = self._container_strategy()
-        if not tf.executing_eagerly():
-            return [
-                self.reduce_to(reduce_op, value, destinations, options)
-                for value, destinations in value_destination_pairs
-            ]
-        parts = [
-            strategy.experimental_local_results(value)
-            for value, _ in value_destination_pairs
+        return [
+            self.reduce_to(reduce_op, value, destinations, options)
+            for value, destinations in value_destination_pairs
         ]
-        is_mean = reduce_op == tf.distribute.ReduceOp.MEAN
-        totals: list[Any] = [None] * len(parts)
-        dense = []
-        for place, own in enumerate(parts):
-            if all(isinstance(part, tf.IndexedSlices) for part in own):
-                totals[place] = self._all_rows(own, is_mean)
-            else:
-                dense.append(place)
-        own_sums = [
-            _sum_of([tf.convert_to_tensor(part).numpy() for part in parts[place]])
-            for place in dense
-        ]
-        sums = self._sums_in_order(own_sums)
-        for place, total in zip(dense, sums, strict=True):
-            # As in a graph, the mean of whole numbers is a float64.
-            mean = total / strategy.num_replicas_in_sync if is_mean else total
-            totals[place] = self._copied(mean)
-        return totals
-
-    def _sums_in_order(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-        order = self.current_step.eager_order
-        label, order.label = order.label, ""
-        try:
-            return self._host_group.sum_arrays(arrays, f"eager sum {label}".strip())
-        except CollectiveError as error:
-            if not label:
-                raise
-            raise ConfigurationError(
-                f"{error} In an eager step, gradients of parallel branches may come in "
-                "another order where a replica has one row. Compile with "
-                "run_eagerly=False."
-            ) from error
-
-    def _all_rows(self, parts: Sequence[tf.IndexedSlices], is_mean: bool) -> Any:
-        """All replicas' slices, not summed: optimizers may clip each row."""
-        own = join_rows(list(parts), summed=False)
-        replicas = self._container_strategy().num_replicas_in_sync if is_mean else 1
-        return self._copied(self._rows_of_hosts(own, replicas))
 
     def _rows_of_hosts(self, own: tf.IndexedSlices, divisor: int) -> tf.IndexedSlices:
         values = self._host_group.gather(own.values)
@@ -188,9 +140,3 @@ def _copy_of_rows(rows: tf.IndexedSlices) -> tf.IndexedSlices:
     return tf.IndexedSlices(
         tf.identity(rows.values), tf.identity(rows.indices), rows.dense_shape
     )
-
-
-def _sum_of(parts: Sequence[np.ndarray]) -> np.ndarray:
-    check_summable(tf.as_dtype(parts[0].dtype))
-    # np.sum would turn smaller integer types into int64.
-    return np.sum(parts, axis=0, dtype=parts[0].dtype)

@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
-from tfdp._private.names import current_rank, in_compiled_function, stop_recording
+from tfdp._private.names import (
+    current_rank,
+    in_compiled_function,
+    is_one_device,
+    stop_recording,
+)
 from tfdp._private.optimizer_hooks import ACCUMULATOR_NAME
 from tfdp.data.owned_input import LastingInput
 from tfdp.errors import CollectiveError, ScopeError
@@ -44,17 +49,30 @@ class ReplicaExtended(LastingInput):
     #: The index of the first replica's random draws among all replicas'.
     first_draw = 0
 
-    def update(self, var: Any, fn: Callable, *args: Any, **kwargs: Any) -> Any:
+    def update(
+        self,
+        var: Any,
+        fn: Callable,
+        args: Any = (),
+        kwargs: Any = None,
+        group: bool = True,
+    ) -> Any:
         strategy = self._container_strategy()  # type: ignore[attr-defined]
         check_not_keras_2(strategy)
         if getattr(var, "distribute_strategy", None) is not strategy:
             check_component(var, strategy)
-        return super().update(var, fn, *args, **kwargs)  # type: ignore[misc]
+        if is_one_device():
+            return fn(var, *args, **(kwargs or {}))  # what it assigns, all copies get
+        return super().update(var, fn, args, kwargs, group)  # type: ignore[misc]
 
-    def colocate_vars_with(self, colocate_with_variable: Any) -> Any:
+    @contextlib.contextmanager
+    def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:
         strategy = self._container_strategy()  # type: ignore[attr-defined]
         check_component(colocate_with_variable, strategy)
-        return super().colocate_vars_with(colocate_with_variable)  # type: ignore[misc]
+        # A step on one device has left the scope.
+        scope = strategy.scope() if is_one_device() else contextlib.nullcontext()
+        with scope, super().colocate_vars_with(colocate_with_variable):  # type: ignore[misc]
+            yield
 
     def update_whole(self, variable: Any, fn: Callable, value: Any, kwargs: Any) -> Any:
         """Assigns to all copies of a variable, in cross-replica context."""

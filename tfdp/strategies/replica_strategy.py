@@ -15,11 +15,15 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tfdp._private import frames, keras_calls, names
-from tfdp._private.functions import is_function, traced_as
+from tfdp._private.functions import (
+    in_functions,
+    is_function,
+    python_function_of,
+    traced_as,
+)
 from tfdp._private.grain_inputs import grain_input_of
 from tfdp._private.keras_loops import raise_instead
 from tfdp._private.keras_models import take_over_jit
@@ -32,7 +36,6 @@ from tfdp.errors import (
     ConfigurationError,
     LocalMeanWarning,
     LocalStateWarning,
-    SameRowsWarning,
 )
 from tfdp.plan.communication import IdleOptions
 from tfdp.plan.shards import Sharding
@@ -44,14 +47,14 @@ from tfdp.step.own_branches import refuse_own_branches
 from tfdp.step.predictions import joined_outputs, parts_of_one_shape, why_not_joined
 from tfdp.step.reports import reduce_logs
 from tfdp.strategies import scope
-from tfdp.strategies.idle_replicas import warn_of_idle_replicas
+from tfdp.strategies.idle_replicas import warn_of_idle_replicas, warn_of_same_rows
 from tfdp.strategies.in_words import FirstFitNotice, describe_strategy
 from tfdp.strategies.scope import adopt_state
 from tfdp.strategies.unused import note_used
 from tfdp.tracing import keras_steps
 from tfdp.tracing.rows import without_padding
 from tfdp.tracing.step import Step
-from tfdp.tracing.trace_order import describe_sum, one_trace
+from tfdp.tracing.trace_order import one_trace
 
 if TYPE_CHECKING:
     from tfdp.step.losses import ReplicaLosses
@@ -139,6 +142,8 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
     def num_replicas_in_sync(self) -> int:
         """The number of replicas on all hosts."""
         if not tf.distribute.in_cross_replica_context():
+            if names.is_one_device():
+                return 1
             self.extended.current_step.scales_by_hand = True  # for `tfdp.lint` only
         return self._replicas
 
@@ -158,10 +163,26 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         scope.check_not_keras_2(self)
         self._first_fit.look(self, self._notes)
         is_reported = frames.is_called_by_keras_loop()
-        if is_function(fn) and tf.executing_eagerly():
-            return self._in_graph(fn)(args, kwargs or {}, options, is_reported)
+        if tf.executing_eagerly():
+            step = python_function_of(fn)
+            if keras_steps.is_predict_step(step) or (
+                is_reported and keras_steps.name_of_step(step)
+            ):
+                return self._run_as_one_device(step, args, kwargs)
+            if not is_function(fn):
+                fn = tf.function(fn)  # traced anew: Python runs at each call
+            with in_functions():
+                return self._in_graph(fn)(args, kwargs or {}, options, is_reported)
         with one_trace():
             return self._run(fn, args, kwargs, options, is_reported)
+
+    def _run_as_one_device(self, step: Callable, args: Any, kwargs: Any) -> Any:
+        """A step of Keras' loop outside of graphs: `run_eagerly=True`."""
+        from tfdp.step.as_one_device import run_as_one_device
+
+        model = getattr(step, "__self__", None)
+        self._adopt_and_check(model, optimizers_of(model))
+        return run_as_one_device(step, args, kwargs, self)
 
     def _run(
         self, fn: Callable, args: Any, kwargs: Any, options: Any, is_reported: bool
@@ -271,14 +292,16 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         graphs = self._graphs_of_functions
         if fn not in graphs:
             run, of = self._run, weakref.ref(fn)  # the key of a weak dictionary
+            # As an op outside of graphs draws: else each new graph draws the same.
+            _, seed = tf.compat.v1.get_seed(None)
 
             def run_on_all(*given: Any) -> Any:
+                tf.compat.v1.get_default_graph().seed = seed
                 with one_trace():
                     return run(of(), *given)  # type: ignore[arg-type]
 
-            graphs[fn] = tf.function(
-                traced_as(fn, run_on_all), autograph=False, reduce_retracing=True
-            )
+            traced = traced_as(fn, run_on_all)
+            graphs[fn] = tf.function(traced, autograph=False, reduce_retracing=True)
         return graphs[fn]
 
     @functools.cached_property
@@ -381,8 +404,6 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
 
     def _sum_scalar(self, value: tf.Tensor, rank: Any) -> tf.Tensor:
         context, step = tf.distribute.get_replica_context(), self.extended.current_step
-        if tf.executing_eagerly():
-            step.eager_order.meet(rank, describe_sum(value))
         if step.is_local:
             is_single = step.group_size == 1
             return value if is_single else self.extended.reducer.sum_within(value, rank)
@@ -413,35 +434,3 @@ class OneThread:
                 "Train one after the other in one thread, or begin when "
                 f"{first.name!r} has ended. On one host, several threads can train."
             )
-
-
-# Keras distributes the dataset of `fit`; a custom loop must do it.
-
-_warned: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def warn_of_same_rows(strategy: Any, arguments: Any, step: Step) -> None:
-    """Warns, once per strategy, if an optimizer trained on rows that replicas share."""
-    if step.replicas == 1 or not step.has_updated or strategy in _warned:
-        return
-    values = tf.nest.flatten(arguments)
-    if any(isinstance(value, tf.distribute.DistributedValues) for value in values):
-        return
-    shape = next((value.shape for value in values if _has_rows(value)), None)
-    if shape is None:
-        return
-    _warned.add(strategy)
-    warnings.warn(
-        f"strategy.run gave all {step.replicas} replicas the same tensor of shape "
-        f"{tuple(shape)}, and an optimizer trains on it: all rows are computed "
-        f"{step.replicas} times. Loop over strategy.experimental_distribute_dataset("
-        "dataset), which gives each replica its part of a batch. If the tensor is no "
-        "batch (a table, say), do not pass it as an argument.",
-        SameRowsWarning,
-        stacklevel=4,
-    )
-
-
-def _has_rows(value: Any) -> bool:
-    is_tensor = tf.is_tensor(value) and not isinstance(value, tf.Variable)
-    return (is_tensor or isinstance(value, np.ndarray)) and value.shape not in ((), [])

@@ -11,7 +11,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp._private.functions import is_function
 from tfdp._private.tpu_names import TPUExtended, TPUMirroredVariable, pack_variables
 from tfdp.cluster.tpu import explain_tpu_failure, find_tpu
 from tfdp.data.padding import check_pad_batches
@@ -152,17 +151,10 @@ class TPUDataParallelStrategy(ReplicaContextStrategy, tf.distribute.TPUStrategy)
     def _engine_in_words(self) -> str:
         return self.engine_name
 
-    def run(
-        self, fn: Callable, args: Any = (), kwargs: Any = None, options: Any = None
-    ) -> Any:
-        """Runs `fn`, or the `tf.function` around this call, on every core."""
-        if tf.executing_eagerly() and not is_function(fn):
-            raise ConfigurationError(
-                "TPU cores run compiled programs only. Compile the model with "
-                "run_eagerly=False, and call strategy.run within a tf.function or "
-                "with one."
-            )
-        return super().run(fn, args, kwargs, options)
+    def _run_as_one_device(self, step: Callable, args: Any, kwargs: Any) -> Any:
+        from tfdp.step.as_one_device import refusal
+
+        raise refusal(type(self).__name__)
 
 
 def check_communication(communication: Communication | None) -> None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfdp._private.names import graphs_inside, is_recording
+from tfdp.lint.registry import is_of_graph
 from tfdp.tracing.step import Step
 
 
@@ -95,13 +96,11 @@ def _made_out(noted: Denominator, step: Step, rank: Any) -> Denominator:
     """Values that depend on no row, such as a GAN's noise, count as rows."""
     if noted.of is not Kind.COUNTED:
         return noted
-    is_eager = isinstance(noted.values, tf.__internal__.EagerTensor)
-    is_of_rows = is_eager or step.analysis(rank).value(noted.values).is_local
+    is_of_rows = step.analysis(rank).value(noted.values).is_local
     return Denominator(noted.total, noted.total if is_of_rows else None)
 
 
 def _is_near(tensor: tf.Tensor) -> bool:
     """Whether the graph being built can use `tensor`."""
-    if isinstance(tensor, tf.__internal__.EagerTensor):
-        return True
-    return any(tensor.graph is graph for graph in graphs_inside(None))
+    graphs = graphs_inside(None)
+    return not is_of_graph(tensor) or any(tensor.graph is graph for graph in graphs)

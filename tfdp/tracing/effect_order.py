@@ -53,7 +53,7 @@ class ReplicaEffects:
     """Records replicas while a graph is built, and orders their side effects."""
 
     def __init__(self) -> None:
-        self._is_needed = not tf.executing_eagerly() and is_ordered_here()
+        self._is_needed = is_ordered_here()
         self._first = len(operations()) if self._is_needed else 0
         self._places = ReplicaPlaces()
 

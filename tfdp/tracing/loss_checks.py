@@ -62,27 +62,24 @@ def has_entry_per_row(step: Step, rank: Any, values: tf.Tensor) -> bool:
     """
     if not isinstance(rank, int) or in_compiled_function():
         return True  # one program of fixed shapes for all replicas
-    eager = not is_of_graph(values)
-    if not eager:
-        value = step.analysis(rank).value(values)
-        is_of_rows = value.axes == (0,) and value.each == FIXED
-        if is_of_rows and values.shape[1:].is_fully_defined():
-            return True
-        # Not loops around the step: steps_per_execution makes one.
-        reducer = tf.distribute.get_strategy().extended.reducer
-        run_graph = reducer.transport.order.run_graph
-        if any(map(is_loop_graph, graphs_inside(run_graph))):
-            step.suspicions.add(
-                "within a tf.while_loop a Keras loss was weighted by the rows of the "
-                "batch, because there replicas cannot exchange the number of losses "
-                "they took a mean of. Take such losses outside of the loop, or scale "
-                "them to their share with tfdp.losses.local_sum"
-            )
-            return True
+    value = step.analysis(rank).value(values)
+    is_of_rows = value.axes == (0,) and value.each == FIXED
+    if is_of_rows and values.shape[1:].is_fully_defined():
+        return True
+    # Not loops around the step: steps_per_execution makes one.
+    reducer = tf.distribute.get_strategy().extended.reducer
+    run_graph = reducer.transport.order.run_graph
+    if any(map(is_loop_graph, graphs_inside(run_graph))):
+        step.suspicions.add(
+            "within a tf.while_loop a Keras loss was weighted by the rows of the "
+            "batch, because there replicas cannot exchange the number of losses "
+            "they took a mean of. Take such losses outside of the loop, or scale "
+            "them to their share with tfdp.losses.local_sum"
+        )
+        return True
     if step.batch.counts is None and step.batch.has_tensors:
         return True  # every replica was given the same
-    spans_hosts = eager and step.batch.spans_hosts
-    may_be_alone = step.batch.may_have_empty_replicas or spans_hosts
+    may_be_alone = step.batch.may_have_empty_replicas
     if values.shape.rank == 1 and may_be_alone and not step.adds_dummy_rows:
         # Keras skips the loss of a replica without rows: an exchange would hang.
         if values.shape[0] == step.count_of(rank):
@@ -90,9 +87,8 @@ def has_entry_per_row(step: Step, rank: Any, values: tf.Tensor) -> bool:
         raise ConfigurationError(
             f"A Keras loss took the mean of {values.shape[0]} losses on a replica that "
             f"has {step.count_of(rank)} rows, while another one may have none, so the "
-            "replicas cannot agree on what to divide by. Compile with "
-            "run_eagerly=False (call strategy.run within a tf.function), or give "
-            "batches that leave no replica without a row."
+            "replicas cannot agree on what to divide by. Give batches that leave no "
+            "replica without a row."
         )
     return False
 
@@ -108,10 +104,7 @@ def are_values_of_rows(
     batch = step.trace(rank).batch
     rows = batch[0].shape[0] if batch else None
     length = loss.shape[0] if loss.shape.rank else None
-    is_eager = not is_of_graph(loss)
-    if is_eager and rows is None:
-        rows = step.count_of(rank)
-    if not is_eager and not in_compiled_function():
+    if not in_compiled_function():
         value = step.analysis(rank).value(loss)
         if Term.UNKNOWN not in value.terms:
             return value.axes == (0,) and Term.ROWS in value.terms
@@ -121,7 +114,7 @@ def are_values_of_rows(
         step.suspicions.add(
             f"a layer gave add_loss a tensor of shape {tuple(loss.shape)} on a replica "
             f"of {rows} rows. tfdp cannot determine whether it has several values of "
-            "each row (with run_eagerly=True or jit_compile=True it never can), and "
+            "each row (with jit_compile=True it never can), and "
             "took their sum for a mean over the rows. Give it one value for each row, "
             "or a number: the mean over the rows, or tfdp.losses.local_sum(...) of a "
             "sum"
@@ -131,9 +124,8 @@ def are_values_of_rows(
         step.suspicions.add(
             f"a layer gave add_loss a tensor of shape {tuple(loss.shape)}, which "
             "is both that of a weight and as long as the replica has rows. With "
-            "run_eagerly=True or jit_compile=True it was taken for values of "
-            "rows. Give add_loss the sum of a penalty, "
-            "keras.ops.sum(penalty), or leave jit_compile and run_eagerly out"
+            "jit_compile=True it was taken for values of rows. Give add_loss the sum "
+            "of a penalty, keras.ops.sum(penalty), or leave jit_compile out"
         )
     return True
 
@@ -338,7 +330,7 @@ def find_faults_of_losses(step: Step, model: Any, fn: Any) -> None:
         gradient.target is None or Term.UNKNOWN in gradient.target.terms
         for gradient in applied
     )
-    if (tf.executing_eagerly() or is_unknown) and not step.has_scaled_losses:
+    if is_unknown and not step.has_scaled_losses:
         why = _why_it_may_be_local(step, model, fn)
         if why is not None and not step.suspicions:
             step.suspicions.add(_unscaled(step, why), "unscaled")

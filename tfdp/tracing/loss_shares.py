@@ -3,17 +3,15 @@
 Each scaling of a loss multiplies it by a factor that is recorded here: n_r / n,
 D_r / D, or 1 for a sum. A linear function of such products is a share: it must not be
 scaled again, its sum over the replicas is the global number, and reports take the
-factor back. In graphs `tfdp.lint` follows the products; in eager mode a tape does.
+factor back. `tfdp.lint` follows the products.
 """
 
 from __future__ import annotations
 
-import contextlib
 import enum
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from tfdp.lint.registry import is_of_graph, key_of, register
@@ -57,20 +55,6 @@ class LossShares:
         self._value_of = value_of
         self._factors: dict[Any, tf.Tensor] = {}
         self._reports: dict[Any, tf.Tensor] = {}
-        # Eager mode: records what depends on the factors.
-        self._tape: tf.GradientTape | None = None
-        self._is_recording = False
-
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        """Records what depends on the factors within the context, in eager mode."""
-        tape = tf.GradientTape(persistent=True, watch_accessed_variables=False)
-        self._tape, self._is_recording = tape, True
-        try:
-            with tape:
-                yield
-        finally:
-            self._is_recording = False
 
     def factor(self, value: Any, dtype: tf.DType, power: int = 0) -> tf.Tensor:
         """`value` as a factor that scales a loss to its share; with `power`, it is also
@@ -87,8 +71,6 @@ class LossShares:
     def standing_of(self, value: Any) -> Standing:
         if not tf.is_tensor(value) or not (self._factors or self._reports):
             return Standing.LOCAL
-        if isinstance(value, tf.__internal__.EagerTensor):
-            return self._standing_in_eager_mode(value)
         return standing_of(self._value_of(value))
 
     def has_constant(self, value: tf.Tensor) -> bool:
@@ -107,32 +89,4 @@ class LossShares:
         tensor = tf.identity(tf.cast(value, dtype))
         noted[key_of(tensor)] = tensor
         register(tensor, Value(terms=frozenset({kind}), of_share=True, power=power))
-        if self._is_recording and isinstance(tensor, tf.__internal__.EagerTensor):
-            self._tape.watch(tensor)  # type: ignore[union-attr]
         return tensor
-
-    def _standing_in_eager_mode(self, value: tf.Tensor) -> Standing:
-        if self._tape is None:
-            return Standing.LOCAL
-        total = tf.reduce_sum(value)
-        paused = self._tape.stop_recording if self._is_recording else None
-        with paused() if paused else contextlib.nullcontext():
-            reports = self._slopes(value, self._reports)
-            if reports:
-                return Standing.REPORTED
-            slopes = self._slopes(value, self._factors)
-        if not slopes:
-            return Standing.LOCAL
-        shares = sum(float(f) * float(slope) for f, slope in slopes)
-        # If it is linear in the factors without other terms, it equals the slopes' sum.
-        size = sum(abs(float(f) * float(slope)) for f, slope in slopes)
-        is_share = not np.isfinite(shares) or abs(shares - float(total)) <= 1e-5 * size
-        return Standing.SHARE if is_share else Standing.MIXED
-
-    def _slopes(
-        self, value: tf.Tensor, noted: dict[Any, tf.Tensor]
-    ) -> list[tuple[tf.Tensor, tf.Tensor]]:
-        factors = list(noted.values())
-        slopes = self._tape.gradient(value, factors)  # type: ignore[union-attr]
-        pairs = zip(factors, slopes, strict=True)
-        return [(factor, slope) for factor, slope in pairs if slope is not None]

@@ -161,7 +161,7 @@ class Rows:
             or not isinstance(gradient, tf.Tensor)
             or _size_bytes(gradient) < LEAST_BRANCH_BYTES
         )
-        if is_small or tf.executing_eagerly() or in_compiled_function():
+        if is_small or in_compiled_function():
             return self.part(gradient)
         return tf.cond(present, lambda: gradient, lambda: tf.zeros_like(gradient))
 

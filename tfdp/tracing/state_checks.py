@@ -23,7 +23,7 @@ def is_same_on_every_replica(step: Step, rank: Any, value: Any, own: Any) -> boo
     """Whether `value` certainly depends on constants and the variable `own` only, this
     replica's component of a replicated variable: Keras writes
     `counter.assign(counter + 1)`, which each step would broadcast otherwise."""
-    if isinstance(value, tf.__internal__.EagerTensor):
+    if not is_of_graph(value):
         return False
     found = step.analysis(rank).value(value)
     own_reason = getattr(type(whole_of(own)), "differs_by_replica", None)

@@ -114,8 +114,7 @@ def _with_targets(gradient: Callable[..., Any]) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> Any:
         result = gradient(self, target, sources, output_gradients, *args, **kwargs)
-        is_in_step = not tf.executing_eagerly() and current_step() is not None
-        if is_in_step:
+        if current_step() is not None:
             targets = tf.nest.flatten(target, expand_composites=True)
             targets = tuple(one for one in targets if is_of_graph(one))
             weights = ()

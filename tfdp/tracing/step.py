@@ -25,7 +25,6 @@ from tfdp.lint.registry import is_of_graph, key_of
 from tfdp.lint.values import PART_OF_ROWS, ROW_SOURCE
 from tfdp.tracing.loss_shares import LossShares
 from tfdp.tracing.rows import Batch, Rows, parts_of_batch
-from tfdp.tracing.trace_order import EagerOrder
 
 if TYPE_CHECKING:
     from tfdp.lint.analysis import Analysis
@@ -124,8 +123,6 @@ class Step:
     guard: Any = None
     #: The stages that callbacks have attached to the steps of the model.
     stages: list[Any] = field(default_factory=list)
-    #: Checks that eager replicas take part in the same exchanges in the same order.
-    eager_order: EagerOrder = field(default_factory=EagerOrder)
     #: Ids of optimizers that sent their momentum instead of gradients.
     sent_momentum: set[int] = field(default_factory=set)
 
@@ -365,7 +362,7 @@ class Step:
         """Records gradients that a program gives the optimizer `name`."""
         is_first = self.trace(rank) is self.traces[0]
         # One replica is enough: all do the same.
-        if self.group_size > 1 and is_first and not tf.executing_eagerly():
+        if self.group_size > 1 and is_first:
             self.given_gradients.append((rank, list(gradients), name))
 
     def note_local_state(self, rank: Any, variable: Any, value: Any = None) -> None:

@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from tfdp._private.functions import library_code
 from tfdp._private.keras_layers import keras_attribute
-from tfdp._private.names import current_rank, global_seed, keras_state, put_global_seed
+from tfdp._private.names import current_rank, keras_state
 from tfdp.variables.mirrored import SEED_STRIDE
 
 # The name in Keras' global state.
@@ -160,28 +160,21 @@ def independent_draws(first_draw: int | None) -> Iterator[Callable[[Any], None]]
     None: replicas may draw the same numbers. Yields a function that the replica of the
     given rank calls before it draws.
     """
-    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-    seed = global_seed() if graph is None else graph.seed
-
-    def put(own: int | None) -> None:
-        if graph is None:
-            put_global_seed(own)
-        else:
-            graph.seed = own
+    graph = tf.compat.v1.get_default_graph()
+    seed = graph.seed
 
     def draw_as(rank: Any) -> None:
         if first_draw is None or seed is None or not isinstance(rank, int):
             return
         # Seeds are nonnegative 31-bit integers.
         offset = (first_draw + rank) * SEED_STRIDE
-        put((seed + offset) % (2**31 - 1) if offset else seed)
+        graph.seed = (seed + offset) % (2**31 - 1) if offset else seed
 
     draw_as(0)
     try:
         yield draw_as
     finally:
-        # Not by each replica: they take turns, and another one has set its own.
-        put(seed)
+        graph.seed = seed
 
 
 class _OverriddenGenerator:

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp._private import names
-from tfdp._private.keras_calls import is_counted_by_keras, number_added_by_keras
+from tfdp._private.keras_calls import is_counted_by_keras
 from tfdp._private.variable_hooks import checkpoint_unless_hooked
 from tfdp.errors import CheckpointWarning, ConfigurationError
 from tfdp.lint.registry import is_of_graph, note_stored
@@ -20,8 +20,8 @@ from tfdp.variables.local_view import LocalView, in_replica_of
 
 # Outside replicas, state that replicas store independently reads as its mean (in files
 # and callbacks), instead of the first replica's value. A step synchronizes moving
-# statistics with the gradients, or before these are accumulated, and, in graphs, values
-# stored after the update at its end; eager replicas and TPU cores do not do the latter.
+# statistics with the gradients, or before these are accumulated, and values stored
+# after the update at its end; TPU cores do not do the latter.
 # On several hosts the mean is one host's, with a warning.
 
 
@@ -156,7 +156,7 @@ class ReplicaMirroredVariable(PythonValue, HandleOfReplica, OwnMeans, LocalView)
             elif self.aggregation == tf.VariableAggregation.SUM:
                 update_fn, value = self._of_what_is_added(update_fn, value)
         first_only = tf.VariableAggregation.ONLY_FIRST_REPLICA
-        if self.aggregation == first_only and not tf.executing_eagerly():
+        if self.aggregation == first_only:
             component = self._get_replica(rank)
             is_same = (
                 not tf.is_tensor(value)
@@ -166,8 +166,6 @@ class ReplicaMirroredVariable(PythonValue, HandleOfReplica, OwnMeans, LocalView)
             if not is_same:
                 value = self._of_first_replica(value, rank)
             return update_fn(component, value, **kwargs)
-        if tf.executing_eagerly() and is_aggregated:
-            step.eager_order.meet(rank, f"an update of {self.name}")
         with step.summing_own_parts(rank):
             return super()._update_replica(update_fn, value, **kwargs)
 
@@ -192,7 +190,7 @@ class ReplicaMirroredVariable(PythonValue, HandleOfReplica, OwnMeans, LocalView)
         is_own = (
             self.aggregation == tf.VariableAggregation.NONE and not step.is_updating
         )
-        return is_own and self.dtype.is_floating and not tf.executing_eagerly()
+        return is_own and self.dtype.is_floating
 
     def _added_of_own_rows(self, step: Any, rank: Any, value: Any) -> Any:
         """`value` without what a dummy row added to it, if it is a sum."""
@@ -250,10 +248,7 @@ class ReplicaMirroredVariable(PythonValue, HandleOfReplica, OwnMeans, LocalView)
             names.current_rank(),
         )
         component = self._get_replica(rank)
-        if isinstance(value, tf.__internal__.EagerTensor):
-            added = number_added_by_keras(self)
-        else:
-            added = change_of(outermost(component.handle), value)
+        added = change_of(outermost(component.handle), value)
         if added is None:
             return update_fn, step.own_part(rank, value)
         added, before = step.own_part(rank, added), component.read_value()
@@ -271,8 +266,6 @@ def _is_replicated(value: Any, variable: ReplicaMirroredVariable, rank: Any) -> 
     """Whether all replicas surely assign the same integers."""
     if not tf.is_tensor(value) or not isinstance(rank, int):
         return not tf.is_tensor(value)
-    if isinstance(value, tf.__internal__.EagerTensor):
-        return False
     step = variable.distribute_strategy.extended.current_step
     return state_checks.is_same_on_every_replica(
         step, rank, value, names.own_copy(variable, rank)

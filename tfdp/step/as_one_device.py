@@ -1,0 +1,109 @@
+"""Runs an eager step of Keras as one device does: on the whole batch, once.
+
+The replicas of a step compute what one device computes on the whole batch, so it is the
+same step. What it assigns to a variable, the variable stores on every replica. Nothing
+is exchanged, and a debugger stops once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp._private.names import PerReplica, as_one_device
+from tfdp._private.optimizer_hooks import momentum_compression_of
+from tfdp.data.keras_input import with_none
+from tfdp.errors import ConfigurationError
+from tfdp.step.find_optimizers import optimizers_of, optimizers_with_sync
+from tfdp.step.observers import StepMeter, observers_of
+from tfdp.tracing.keras_steps import name_of_step
+from tfdp.tracing.rows import find_padded, trim_rows, without_padding
+
+
+def runs_as_one_device(model: keras.Model) -> bool:
+    """Whether steps of `model` run outside of graphs."""
+    return bool(model.run_eagerly or tf.config.functions_run_eagerly())
+
+
+def run_as_one_device(
+    fn: Callable, args: Any, kwargs: Any, strategy: tf.distribute.Strategy
+) -> Any:
+    """Calls `fn`, a step of a Keras loop, with the whole batch.
+
+    Raises:
+      ConfigurationError: for a strategy, or an optimizer, whose options act between
+        replicas only.
+    """
+    model = getattr(fn, "__self__", None)
+    _refuse_what_needs_replicas(strategy, optimizers_of(model))
+    given = with_none(args), with_none(kwargs or {})
+    padded = find_padded(given)
+    if padded is not None:
+        given = without_padding(given)
+        if tf.nest.flatten(padded.rows):
+            given = trim_rows(given, padded.rows)
+    args, kwargs = tf.nest.map_structure(_whole, given, expand_composites=False)
+    if name_of_step(fn) == "train_step":
+        for meter in observers_of(model, StepMeter):
+            meter.note(_rows_of((args, kwargs)), ())
+    with as_one_device(strategy):
+        return fn(*args, **kwargs)
+
+
+def _refuse_what_needs_replicas(
+    strategy: tf.distribute.Strategy, optimizers: Sequence[Any]
+) -> None:
+    reducer = getattr(strategy.extended, "reducer", None)
+    options = {
+        f"a strategy of {strategy.hosts} hosts": strategy.hosts > 1,
+        "sync=...": optimizers_with_sync(optimizers, strategy),
+        "Communication(compression=...)": getattr(reducer, "compressed", None),
+        "Communication(repeated_rows='sum')": _adds_repeated_rows(reducer),
+        "an optimizer that sends its momentum": any(
+            momentum_compression_of(one) is not None for one in optimizers
+        ),
+    }
+    for option, acts in options.items():
+        if acts:
+            raise refusal(option)
+
+
+def refusal(option: str) -> ConfigurationError:
+    """The error for an option that an eager step cannot obey."""
+    return ConfigurationError(
+        "A step with run_eagerly=True computes the whole batch on one device, and "
+        f"{option} acts between replicas, in graphs. Compile the model with "
+        "run_eagerly=False (and tf.config.run_functions_eagerly(False)). Or debug on "
+        "one host without that option: all other numbers are the same."
+    )
+
+
+def _adds_repeated_rows(reducer: Any) -> bool:
+    communication = getattr(reducer, "communication", None)
+    return communication is not None and communication.repeated_rows == "sum"
+
+
+def _whole(value: Any) -> Any:
+    return _joined(value.values) if isinstance(value, PerReplica) else value
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    if not all(tf.is_tensor(part) for part in parts):
+        return parts[0]
+    if isinstance(parts[0], tf.SparseTensor):
+        return tf.sparse.concat(0, parts)
+    if isinstance(parts[0], tf.RaggedTensor) or parts[0].shape.rank:
+        return tf.concat(parts, 0)
+    return parts[0]
+
+
+def _rows_of(given: Any) -> int | None:
+    for part in tf.nest.flatten(given):
+        if isinstance(part, tf.RaggedTensor):
+            return int(part.nrows())
+        if tf.is_tensor(part) and part.shape.rank:
+            return int(part.shape[0])
+    return None
