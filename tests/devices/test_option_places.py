@@ -215,7 +215,7 @@ def test_an_eager_sum_keeps_its_type(dtype):
 
     def step():
         context = tf.distribute.get_replica_context()
-        mine = tf.constant(values[context.replica_id_in_sync_group])
+        mine = tf.stack(values)[context.replica_id_in_sync_group]
         return context.all_reduce("SUM", mine)
 
     for total in strategy.experimental_local_results(strategy.run(step)):

@@ -64,7 +64,7 @@ def fit_and_evaluate(strategy, step, **options):
 
 def assert_same(name, strategy, **options):
     step = STEPS[name]
-    start, one, reports_one = fit_and_evaluate(None, step)
+    start, one, reports_one = fit_and_evaluate(None, step, **options)
     _, several, reports = fit_and_evaluate(strategy, step, **options)
     # As in test_fits_exact.py; a sum over 7 rows has seven times its gradients, and the
     # weights stay below 10: 3 * 0.1 * 70 * 2 * 60 u = 1.5e-4 where nothing is divided.

@@ -7,7 +7,7 @@ the programs that they are documented for: the same error elsewhere is a finding
 """
 
 from tests.generator.layers import ADDS_LOSS
-from tests.generator.optimizers import UNSHARDABLE, WITH_OWNERS
+from tests.generator.optimizers import UNSHARDABLE
 from tests.generator.outputs import LOSSES
 from tests.generator.program import layer_names
 
@@ -79,17 +79,10 @@ REFUSED = {
     "cannot update shards": lambda p: (
         p.layout.shard > 0 and p.optimizer.name in UNSHARDABLE
     ),
-    "cannot update shards in eager mode": lambda p: (
-        p.layout.shard > 0 and p.eagerly and p.optimizer.name in ("LARS", "LAMB")
-    ),
-    "which cannot be done in eager mode": lambda p: (
-        p.layout.shard > 0 and p.eagerly and p.optimizer.name in WITH_OWNERS
-    ),
-    "cannot be applied to shards in eager mode": lambda p: (
-        p.layout.shard == 3 and p.eagerly and _uses(p, ("dense-unit-norm",))
-    ),
+    # On several hosts.
+    "computes the whole batch on one device": lambda p: p.eagerly,
     "inside a function compiled by XLA": _exchanges_within_a_step,
-    "is stored in shards": lambda p: p.layout.shard == 3 and p.jit,
+    "is stored in shards": lambda p: p.layout.shard == 3 and (p.jit or p.eagerly),
     "The size of the batches is not known": lambda p: (
         p.layout.pad_batches is True and p.data.source != "arrays"
     ),

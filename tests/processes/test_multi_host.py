@@ -34,9 +34,8 @@ WITH_ONE_DEVICE = ("sgd", "masked-embedding", "loss-scaling", "jit", "custom-loo
     "gathered-rows",
     "optimizer-in-a-dictionary",
     "words",
-    "eager-words",
 )
-WITH_SHARDS = ("accumulation", "clipping", "distributed-optimizer", "eager", "ema") + (
+WITH_SHARDS = ("accumulation", "clipping", "distributed-optimizer", "ema") + (
     "lamb",
     "loss-scaling",
     "recurrent",
@@ -56,21 +55,21 @@ NAMES = {
     + ("muon",),
     "2x1-optimizer-host-offload": ("accumulation", "lamb"),
     # Each host has all shards, which count once.
-    "2x2-optimizer-host": ("clipping", "clipped-accumulation", "eager-clipping"),
+    "2x2-optimizer-host": ("clipping", "clipped-accumulation"),
     "2x2-tensorflow": ("accumulation", "custom-loop", "loss-scaling")
     + ("masked-embedding", "parts", "steps-per-execution", "words"),
     "2x2-tensorflow-host": ("accumulation", "clipped-accumulation", "lamb", "muon"),
-    "2x2-balanced": ("accumulation", "custom-loop", "eager", "gathered-rows")
+    "2x2-balanced": ("accumulation", "custom-loop", "gathered-rows")
     + ("loss-scaling", "masked-embedding", "recurrent", "sgd", "steps-per-execution")
     + ("synchronized", "words"),
-    "3x1-balanced": ("custom-loop", "distributed-optimizer", "eager-words", "sgd"),
+    "3x1-balanced": ("custom-loop", "distributed-optimizer", "sgd"),
 }
 # The rows of the tier `test`: each layout is a group of processes, and takes as long as
 # what it is asked to train.
 IN_TEST = {
     "2x2": ("accumulation", "custom-loop", "gathered-rows", "loss-scaling")
     + ("masked-embedding", "parts", "sgd", "words"),
-    "3x1": ("eager-words",),
+    "3x1": ("words",),
     "3x1-parameters": ("accumulation", "lamb", "words", "muon-everything"),
     "2x2-parameters-host": ("clipped-accumulation",),
     "2x2-tensorflow": ("accumulation", "parts"),

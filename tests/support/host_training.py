@@ -325,20 +325,9 @@ SCENARIOS = {
     ),
     "steps-per-execution": lambda: fitted(steps_per_execution=2),
     "jit": lambda: fitted(jit_compile=True),
-    "eager": lambda: fitted(epochs=1, run_eagerly=True),
-    "eager-clipping": lambda: fitted(
-        optimizer=adam(global_clipnorm=0.1), epochs=1, run_eagerly=True
-    ),
     "synchronized": lambda: fitted(normalized_model),
     "masked-embedding": lambda: fitted(embedding_model, data=sequences()),
     "words": lambda: fitted(words_model, data=texts_with_one_left()),
-    # A sum over all hosts of what is no number where a host has no row.
-    "eager-words": lambda: fitted(
-        lambda: words_model(tfdp.layers.SyncBatchNormalization()),
-        data=texts_with_one_left(),
-        epochs=1,
-        run_eagerly=True,
-    ),
     "recurrent": lambda: fitted(recurrent_model, data=sequences(), optimizer=adam()),
     "muon": lambda: in_float64(lambda: keras.optimizers.Muon(0.01, epsilon=1e-3)),
     "muon-everything": lambda: in_float64(
