@@ -17,6 +17,7 @@ from tfdp._private.names import in_compiled_function, replicas_of
 from tfdp.errors import ConfigurationError
 from tfdp.lint.registry import register
 from tfdp.lint.values import ROW_SOURCE
+from tfdp.tracing.given_losses import GivenLosses
 from tfdp.tracing.loss_checks import count_power, is_share, warn_about_loss
 from tfdp.tracing.loss_shares import Standing
 from tfdp.tracing.step import current_step
@@ -384,5 +385,5 @@ def _shares(step: Any, rank: Any) -> Any:
             "padding. Use self.compute_loss(x=x, y=y, y_pred=y_pred), which leaves it "
             "out, or batches of one size (drop_remainder=True)."
         )
-    step.has_scaled_losses = True
+    step.of(GivenLosses).are_scaled = True
     return step.trace(rank).shares

@@ -12,6 +12,7 @@ from tfdp.chain.reduction import Reduction, Stage
 from tfdp.lint.registry import note_stored
 from tfdp.tracing.state_checks import handles_of, linear_sources
 from tfdp.tracing.step import Step
+from tfdp.tracing.stored_state import LocalState, StoredState
 
 
 class Buffers(Stage):
@@ -24,9 +25,9 @@ class Buffers(Stage):
         step, rank = reduction.step, reduction.rank
         # A variable that a gradient is linear in is the program's own accumulator: its
         # copies are parts of a sum, not means over rows.
-        handles = handles_of(self._state, rank)
-        step.own_sums |= linear_sources(step, rank, reduction.gradients, handles)
-        state = [one for one in self._state if id(one) not in step.own_sums]
+        handles, stored = handles_of(self._state, rank), step.of(StoredState)
+        stored.own_sums |= linear_sources(step, rank, reduction.gradients, handles)
+        state = [one for one in self._state if id(one) not in stored.own_sums]
         self._state = _stored_in_this_branch(state, step, rank)
         reduction.riders += weighted_state(self._state, step, rank)
 
@@ -39,18 +40,18 @@ class Buffers(Stage):
 def _stored_in_this_branch(state: list[Any], step: Step, rank: Any) -> list[Any]:
     """Drops buffers that every step writes when only every k-th step updates: their
     mean must not use the last step's row counts."""
-    if not step.synchronizes_at_end:
+    if not step.of(StoredState).synchronizes_at_end:
         return state
     around = graphs_inside(None)
     outside = {
         one
-        for one, graph in step.stored_graphs(rank).items()
+        for one, graph in step.of(StoredState).graphs(rank).items()
         # A called function does not count: what surrounds it, such as a loop of steps
         # and its conditionals, surrounds the update as well.
         if any(each is graph for each in around)
         and any(map(is_branch_graph, graphs_inside(graph)))
     }
-    step.return_local_state(rank, (one for one in state if id(one) in outside))
+    step.trace(rank).of(LocalState).put_back(one for one in state if id(one) in outside)
     return [variable for variable in state if id(variable) not in outside]
 
 

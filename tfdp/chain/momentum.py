@@ -13,7 +13,7 @@ from tfdp.chain.compression import (
     places_taken,
 )
 from tfdp.chain.reduction import Reduction, Stage, scale_when_summed
-from tfdp.compression.method import MomentumCompression
+from tfdp.compression.method import MomentumCompression, SentMomenta
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.compressed import CompressedSums
 from tfdp.exchange.reducer import Reducer
@@ -70,7 +70,7 @@ def momentum_stages(reduction: Reduction, reducer: Reducer) -> list[Stage]:
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     own_method = inner.momentum_compression
     _refuse_here(inner, strategy, reducer)
-    reduction.step.sent_momentum.add(id(inner))
+    reduction.step.of(SentMomenta).add(id(inner))
     compressed = reducer.compressed_by(own_method.method, own_method.across)
     _refuse_place(inner, strategy, own_method, compressed)
     places = places_taken(compressed, reduction)

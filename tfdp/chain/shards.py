@@ -10,7 +10,7 @@ from tfdp.chain.reduction import Reduction, Stage
 from tfdp.errors import ConfigurationError
 from tfdp.lint.registry import is_of_graph, key_of
 from tfdp.lint.values import Term
-from tfdp.sharding.updates import ShardUpdates
+from tfdp.sharding.updates import ShardTrace, ShardUpdates
 from tfdp.tracing.step import Step
 from tfdp.variables.in_shards import is_in_shards, is_shard_of_sum
 
@@ -23,6 +23,21 @@ WHAT_TO_DO = (
     "or use the optimizer's (clipnorm, global_clipnorm), or train with "
     'shard="gradients", where gradients are whole.'
 )
+
+
+class _GivenShards(list[tuple[Any, Any]]):
+    """Gradients of weights that are stored in shards, with their ranks."""
+
+    def finish(self, step: Step) -> None:
+        """Refuses those that were scaled by one replica's parts."""
+        for rank, gradient in self:
+            if not is_of_graph(gradient):
+                continue
+            if Term.SHARD_NUMBER in step.analysis(rank).value(gradient).terms:
+                raise ConfigurationError(
+                    f"{WHAT_IT_IS}, and here it is scaled by a number computed from "
+                    f"one replica's parts. {WHAT_TO_DO}"
+                )
 
 
 class Shards(Stage):
@@ -52,7 +67,7 @@ class Shards(Stage):
             self._sums = dict(zip(scattered, own, strict=True))
         for place in reduced:
             shard = self._sums[place] = reduction.take(place)
-            step.given_shards.append((rank, shard))
+            step.of(_GivenShards).append((rank, shard))
 
     def after(self, reduction: Reduction) -> None:
         for place, shard in self._sums.items():
@@ -62,7 +77,7 @@ class Shards(Stage):
 def depends_on_shards(step: Step, rank: Any, value: Any) -> bool:
     """Whether `value`, in a graph, depends on gradients of sharded weights, and so not
     on the replica's own rows; exchanges excluded."""
-    if not step.trace(rank).shard_gradients or not is_of_graph(value):
+    if not step.trace(rank).of(ShardTrace).gradients or not is_of_graph(value):
         return False
     return bool(
         step.analysis(rank).value(value).terms & {Term.SHARD, Term.SHARD_NUMBER}
@@ -71,7 +86,7 @@ def depends_on_shards(step: Step, rank: Any, value: Any) -> bool:
 
 def refuse_sum_of_shards(step: Step, rank: Any, values: Any) -> None:
     """Refuses an `all_reduce` of gradients of sharded weights, which are reduced."""
-    shards = step.trace(rank).shard_gradients
+    shards = step.trace(rank).of(ShardTrace).gradients
     if not shards:
         return
     for value in tf.nest.flatten(values, expand_composites=True):
@@ -82,15 +97,4 @@ def refuse_sum_of_shards(step: Step, rank: Any, values: Any) -> None:
             raise ConfigurationError(
                 f"{WHAT_IT_IS} already: an all_reduce would add parts of different "
                 f"weights. Leave it out. {WHAT_TO_DO}"
-            )
-
-
-def refuse_own_scaling(step: Step) -> None:
-    """Refuses gradients of sharded weights that were scaled by one replica's parts."""
-    for rank, gradient in step.given_shards:
-        value = step.analysis(rank).value(gradient) if is_of_graph(gradient) else None
-        if value is not None and Term.SHARD_NUMBER in value.terms:
-            raise ConfigurationError(
-                f"{WHAT_IT_IS}, and here it is scaled by a number computed from "
-                f"one replica's parts. {WHAT_TO_DO}"
             )

@@ -21,7 +21,9 @@ from tfdp.chain.reduction import (
     reduce,
 )
 from tfdp.errors import ConfigurationError
+from tfdp.tracing.rows import OwnParts
 from tfdp.tracing.step import Step
+from tfdp.tracing.stored_state import LocalState
 from tfdp.variables.in_shards import is_stored_in_shards
 
 
@@ -65,7 +67,7 @@ def chain_of(reduction: Reduction) -> list[Stage]:
         from tfdp.chain.table_rows import SameRows
 
         chain.append(SameRows())
-    if step.has_dummy_rows and not step.trace(rank).sums_own_parts:
+    if step.has_dummy_rows and not step.trace(rank).of(OwnParts).are_summed:
         from tfdp.chain.missing_rows import MissingRows
 
         chain.append(MissingRows())
@@ -73,7 +75,7 @@ def chain_of(reduction: Reduction) -> list[Stage]:
         from tfdp.chain.table_rows import TableRows
 
         chain.append(TableRows())
-    state = step.take_local_state(rank)
+    state = step.trace(rank).of(LocalState).take()
     if state and not step.is_of_one:  # else the replica's values are the means already
         from tfdp.chain.buffers import Buffers
 

@@ -146,3 +146,7 @@ class MomentumCompression:
                 "across must be 'hosts' (one momentum of each host is sent) or "
                 f"'replicas' (that of each). Received: {self.across!r}."
             )
+
+
+class SentMomenta(set[int]):
+    """Ids of optimizers that sent their momentum in a step, instead of gradients."""

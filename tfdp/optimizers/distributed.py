@@ -37,6 +37,7 @@ from tfdp.sync.late import BoundedStaleness, Delayed
 from tfdp.sync.local_sgd import LocalSGD
 from tfdp.sync.policy import Policy
 from tfdp.tracing.batch_weight import batch_weight
+from tfdp.tracing.given_losses import note_gradients
 from tfdp.tracing.keras_steps import as_tensors
 from tfdp.tracing.step import Step, current_step
 
@@ -216,7 +217,7 @@ class DistributedOptimizer(hooks.LossScaleHooks):
         gradients = as_tensors(grads)
         found = current_step()
         if found is not None and not found[0].is_updating:
-            found[0].note_gradients(found[1], gradients, self.name)
+            note_gradients(*found, gradients, self.name)
         if self.static_scale is not None:
             scale = self.static_scale
             gradients = [g if g is None else ops.divide(g, scale) for g in gradients]

@@ -11,7 +11,7 @@ from tfdp import compression as methods
 from tfdp._private.names import replicas_of
 from tfdp._private.optimizer_hooks import CLIPPING, DecayHooks, variable_index
 from tfdp.checks import is_whole
-from tfdp.compression.method import Method, MomentumCompression
+from tfdp.compression.method import Method, MomentumCompression, SentMomenta
 from tfdp.errors import ConfigurationError, ScopeError
 from tfdp.tracing.step import Step, current_step
 
@@ -66,7 +66,7 @@ class SentMomentum(DecayHooks):
         return super().apply(grads, trainable_variables)
 
     def _refuse_gradients_sent(self, step: Step) -> None:
-        if id(self) not in step.sent_momentum:
+        if id(self) not in step.of(SentMomenta):
             raise ConfigurationError(
                 f"{type(self).__name__} is held by another optimizer, for which "
                 "gradients were summed uncompressed: its momentum would not be sent. "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -35,6 +36,19 @@ from tfdp.variables.in_shards import InShards, distributed_of
 NOT_OF_A_SHARD = frozenset(
     ("aggregation", "colocate_with", "initial_value", "shape", "synchronization")
 )
+
+
+@dataclasses.dataclass
+class ShardTrace:
+    """The shards that one replica reads and updates while its step is traced.
+
+    Args:
+      gradients: those of sharded variables, by their keys (`key_of`).
+      views: by the id of a variable: the shard of it that an optimizer updates.
+    """
+
+    gradients: dict[Any, tf.Tensor] = dataclasses.field(default_factory=dict)
+    views: dict[int, Any] = dataclasses.field(default_factory=dict)
 
 
 class ShardUpdates:
@@ -193,7 +207,7 @@ class ShardUpdates:
                 [own] = self.reducer.reduce_scatter(
                     [upstream], [layout], rank, label=label
                 )
-            step.trace(rank).shard_gradients[key_of(own)] = own
+            step.trace(rank).of(ShardTrace).gradients[key_of(own)] = own
             register(own, Value(terms=frozenset({Term.SHARD})))
             return own
 
@@ -258,7 +272,7 @@ class ShardUpdates:
 
     def _target(self, variable: names.DistributedVariable, rank: Any) -> Any:
         graph = tf.compat.v1.get_default_graph()
-        views = self._strategy.extended.current_step.trace(rank).shard_views
+        views = self._strategy.extended.current_step.trace(rank).of(ShardTrace).views
         view = views.get(id(variable))
         if isinstance(variable, ShardedVariable):
             return variable.shard(rank) if view is None else view
@@ -286,7 +300,7 @@ class ShardUpdates:
             [variable.update_layout for variable in owned],
             rank,
         )
-        views = self._strategy.extended.current_step.trace(rank).shard_views
+        views = self._strategy.extended.current_step.trace(rank).of(ShardTrace).views
         for variable, whole in zip(owned, wholes, strict=True):
             stored = variable.shard(rank)
             views[id(variable)] = ShardView(
@@ -296,9 +310,9 @@ class ShardUpdates:
     def gather_updated(self) -> None:
         """Copies the shards that the replicas assigned into all copies."""
         rank = names.current_rank()
-        trace = self._strategy.extended.current_step.trace(rank)
-        views = [view for view in trace.shard_views.values() if view.is_assigned]
-        trace.shard_views = {}
+        own = self._strategy.extended.current_step.trace(rank).of(ShardTrace)
+        views = [view for view in own.views.values() if view.is_assigned]
+        own.views = {}
         stored = [v for v in views if isinstance(v.variable, ShardedVariable)]
         copied = [v for v in views if not isinstance(v.variable, ShardedVariable)]
         if copied:

@@ -25,6 +25,7 @@ from tfdp.step.elastic_rounds import ElasticRounds, for_each_round
 from tfdp.step.local_training import LocalTraining
 from tfdp.sync.backup_workers import BackupWorkers
 from tfdp.tracing.step import Step
+from tfdp.tracing.stored_state import LocalState, StoredState
 from tfdp.variables.local_view import LocalView
 
 # Each costs a copy of the gradients in host memory.
@@ -97,7 +98,7 @@ class BackupRounds(LocalTraining):
                 "count all hosts. Leave them out, or sync."
             )
         self._run = step
-        step.refuses_late_state = (
+        step.of(StoredState).refuses_late = (
             "sync=BackupWorkers(...) sends the state of layers with the gradients, and "
             "this step stores {name!r} after its update. Store it before, or leave out "
             "sync."
@@ -112,8 +113,8 @@ class BackupRounds(LocalTraining):
         rank = own.rank
         self._check(own.step, weight)
         gradients = [tf.convert_to_tensor(gradient) for gradient in own.gradients]
-        state = own.step.take_local_state(rank)
-        own.step.return_local_state(rank, state)
+        state = own.step.trace(rank).of(LocalState).take()
+        own.step.trace(rank).of(LocalState).put_back(state)
         own.gradients = list(gradients)
         sums = reduce(own, chain_of(own), HostSums(self._pipeline))
         values = [

@@ -28,32 +28,35 @@ from tfdp.seams.replace import replace_for_good
 from tfdp.step.own_branches import own_source_of
 from tfdp.tracing.state_checks import is_added, own_handle, stored_from_shares
 from tfdp.tracing.step import Step, current_step
+from tfdp.tracing.stored_state import LocalState, StoredState
 
 
 def with_synchronized_buffers(fn: Callable, step: Step) -> Callable:
     """Wraps `step` to all-reduce, at its end, the buffers that are still local."""
     if step.is_local:
         return fn
-    if step.replicas == 1 and not step.refuses_late_state:
+    if step.replicas == 1 and not step.of(StoredState).refuses_late:
         return fn
-    step.synchronizes_at_end = step.replicas > 1
+    stored = step.of(StoredState)
+    stored.synchronizes_at_end = step.replicas > 1
+    ids_of_rows: set[int] | None = None  # as the first replica found them
 
     @library_code
     @functools.wraps(fn)
     def step_with_synchronized_buffers(*args: Any, **kwargs: Any) -> Any:
+        nonlocal ids_of_rows
         result = fn(*args, **kwargs)
         rank = current_rank()
         if not isinstance(rank, int):
             return result
-        late = step.take_local_state(rank)
-        if late and step.refuses_late_state:
-            name = late[0].name
-            raise ConfigurationError(step.refuses_late_state.format(name=name))
-        if step.late_buffers is None:
+        late = step.trace(rank).of(LocalState).take()
+        if late and stored.refuses_late:
+            raise ConfigurationError(stored.refuses_late.format(name=late[0].name))
+        if ids_of_rows is None:
             # Decided once for all replicas: if they decided differently, they'd hang.
-            ids = {id(variable) for variable in late} - step.own_sums
-            step.late_buffers = _of_rows(step, rank, ids) if ids else set()
-        of_rows = [one for one in late if id(one) in step.late_buffers]
+            ids = {id(variable) for variable in late} - stored.own_sums
+            ids_of_rows = _of_rows(step, rank, ids) if ids else set()
+        of_rows = [one for one in late if id(one) in ids_of_rows]
         all_reduce_buffers(of_rows, step, rank)
         return result
 
@@ -62,7 +65,7 @@ def with_synchronized_buffers(fn: Callable, step: Step) -> Callable:
 
 def _of_rows(step: Step, rank: int, ids: set[int]) -> set[int]:
     found = set()
-    for stored_by, variable, value in step.stored:
+    for stored_by, variable, value in step.of(StoredState).values:
         is_one = stored_by == rank and id(variable) in ids
         stored = step.analysis(rank).value(value) if is_one else None
         if stored is not None and stored.is_of_own_rows:
@@ -77,7 +80,7 @@ def synchronize_layer_state(step: Step, rank: Any) -> None:
     """Synchronizes buffers before gradients are accumulated: with the gradients they
     would be summed once per accumulation, weighted by the rows of the last batch."""
     if step.replicas > 1 and not step.is_local:
-        all_reduce_buffers(step.take_local_state(rank), step, rank)
+        all_reduce_buffers(step.trace(rank).of(LocalState).take(), step, rank)
 
 
 def all_reduce_buffers(state: Sequence[Any], step: Step, rank: Any) -> None:
@@ -132,9 +135,11 @@ def warn_about_stored(step: Step, model: Any) -> None:
             f"a part of their sum. {SUM_FIRST}"
         )
     # Accumulated gradients are treated as parts of a sum.
-    skipped = step.own_sums | {id(variable) for variable in (*of_shares, *sums)}
+    skipped = step.of(StoredState).own_sums | {
+        id(variable) for variable in (*of_shares, *sums)
+    }
     found: dict[str, dict[int, Any]] = {}
-    for rank, variable, value in step.stored:
+    for rank, variable, value in step.of(StoredState).values:
         what = None
         if id(variable) not in skipped:
             what = _problem_of(step, rank, variable, value)

@@ -32,7 +32,7 @@ from tfdp.step.find_optimizers import optimizers_of
 from tfdp.step.losses import added_loss_overrides, reduction_overrides
 from tfdp.step.metric_state import warn_if_rows_counted, warn_if_steps_counted
 from tfdp.step.observers import StepMeter, observers_of
-from tfdp.step.optimizers import optimizer_overrides, warn_about_draws
+from tfdp.step.optimizers import optimizer_overrides
 from tfdp.step.reports import NotedResults, report_overrides
 from tfdp.step.rows import (
     dummy_row_overrides,
@@ -115,7 +115,7 @@ class StepCall:
             )
             for trace, own in zip(step.traces, rows, strict=True):
                 trace.rows = own
-            step.adds_dummy_rows = self._has_dynamic_rows = True
+            self._has_dynamic_rows = True
         else:
             # With static zero rows Keras builds less than on other replicas.
             self._has_dynamic_rows = step.batch.may_have_empty_replicas
@@ -173,11 +173,7 @@ class StepCall:
         if in_graph:
             read_in_place(operations()[built_before:])
             warn_about_written(step, operations()[built_before:])
-        if step.given_shards:
-            from tfdp.chain.shards import refuse_own_scaling
-
-            refuse_own_scaling(step)
-        warn_about_draws(step)
+        step.finish()
         find_faults_of_losses(step, self.model, self.fn)
         warn_about_stored(step, self.model)
         warn_if_rows_counted(step)

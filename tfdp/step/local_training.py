@@ -16,7 +16,12 @@ from tfdp.exchange.reducer import Reducer
 from tfdp.step.elastic_rounds import ElasticRounds
 from tfdp.step.local_values import LocalValues
 from tfdp.tracing.step import Step
+from tfdp.tracing.stored_state import LocalState
 from tfdp.variables.local_view import LocalView
+
+
+class _LayerStateKept(set[int]):
+    """Ids of state of layers that one of a step's optimizers keeps."""
 
 
 class LocalTraining(Stage):
@@ -46,7 +51,7 @@ class LocalTraining(Stage):
     def before_step(self, step: Step) -> None:
         """Call it outside of replicas."""
         self.values.settle()
-        step.layer_state_kept.update(map(id, self._layer_state))
+        step.of(_LayerStateKept).update(map(id, self._layer_state))
 
     def keep_layer_state(self, variables: Sequence[Any]) -> None:
         """Gives the state of layers (moving statistics) local values, too."""
@@ -93,9 +98,9 @@ class LocalTraining(Stage):
         return reduce(reduction, [GroupState(state)], WithinGroup(self._reducer))
 
     def _take_state(self, step: Step, rank: int) -> list[LocalView]:
-        state = step.take_local_state(rank)
+        state = step.trace(rank).of(LocalState).take()
         for variable in state:
-            if id(variable) not in step.layer_state_kept:
+            if id(variable) not in step.of(_LayerStateKept):
                 raise ConfigurationError(
                     f"A step stores into {variable.name!r}, which is no state of the "
                     "model's layers, and with sync=... replicas train locally: each "

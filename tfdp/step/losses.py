@@ -16,6 +16,7 @@ on each other (synchronized batch normalization) would get wrong gradients.
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterator, MutableSequence
 from typing import Any
 
@@ -29,6 +30,7 @@ from tfdp.lint.registry import ShareOf, is_of_graph, register
 from tfdp.seams.losses import MeanLoss
 from tfdp.seams.replace import Override, around, instead
 from tfdp.tracing.batch_weight import Denominator, Kind, note_denominator
+from tfdp.tracing.given_losses import GivenLosses
 from tfdp.tracing.keras_steps import is_stock_step
 from tfdp.tracing.loss_checks import (
     are_values_of_rows,
@@ -40,7 +42,7 @@ from tfdp.tracing.loss_checks import (
     warn_about_weighted_number,
 )
 from tfdp.tracing.loss_shares import LossShares, Standing
-from tfdp.tracing.rows import Rows
+from tfdp.tracing.rows import PaddedLoss, Rows
 from tfdp.tracing.step import Mode, Step
 
 WEIGHTS_CANCEL = (
@@ -77,7 +79,7 @@ class ReplicaLosses:
         if self._is_alone:
             _note_own_denominator(step, rank, loss)
             return loss.mean
-        step.has_scaled_losses = True
+        step.of(GivenLosses).are_scaled = True
         entries = loss.made_of[0]
         if not entries.shape.rank and len(loss.made_of) > 1:
             warn_about_weighted_number(step, rank, entries, loss.given_weights)
@@ -95,7 +97,7 @@ class ReplicaLosses:
         if self._is_alone:
             _note_penalty(step, rank)
             return value
-        step.has_added_losses = True
+        step.of(GivenLosses).are_added = True
         if is_share(self._shares, value, "add_loss"):
             return self._unchanged(value)
         _note_penalty(step, rank)
@@ -121,7 +123,11 @@ class ReplicaLosses:
         rows = trace.rows
         if rows.is_padded:
             is_masked = loss.mask is not None
-            is_global = not loss.is_by_weights or trace.has_user_weights or is_masked
+            is_global = (
+                not loss.is_by_weights
+                or trace.of(PaddedLoss).has_user_weights
+                or is_masked
+            )
             if _weight_denominator(loss) is None or not is_global:
                 _note_mean_of_rows(step, rank)
                 return _fraction_of_rows(loss, rows)
@@ -245,6 +251,13 @@ def _weight_denominator(loss: MeanLoss) -> Any:
     return tf.reduce_sum(tf.cast(loss.mask, tf.float32))
 
 
+class _LayerLosses(collections.defaultdict[int, list[Any]]):
+    """Losses of layers, by the id of the list that Keras appends them to."""
+
+    def __init__(self) -> None:
+        super().__init__(list)
+
+
 class OwnLosses(MutableSequence):
     """The losses of a layer (`add_loss`), a separate list for each replica: replicas
     take turns at a `merge_call`, and one would clear, or count, another's losses."""
@@ -254,7 +267,7 @@ class OwnLosses(MutableSequence):
 
     @property
     def _own(self) -> list[Any]:
-        return self._step.here.layer_losses[id(self)]
+        return self._step.here.of(_LayerLosses)[id(self)]
 
     def __getitem__(self, place: Any) -> Any:
         return self._own[place]
@@ -327,7 +340,7 @@ def _losses_of_rows(
     warn_about_sum_of_all(step, rank, losses)
     if is_stock:
         note_denominator(step, rank, Denominator(None, of=Kind.SUM))
-    step.has_scaled_losses = True
+    step.of(GivenLosses).are_scaled = True
     return losses * step.trace(rank).shares.factor(1.0, losses.dtype)
 
 

@@ -18,6 +18,7 @@ from tfdp.lint.op_kinds import is_extreme
 from tfdp.lint.terms import change_of, outermost
 from tfdp.lint.values import SAME, SCALED, Term, Value
 from tfdp.tracing.loss_shares import Standing
+from tfdp.tracing.metric_notes import MetricNotes
 from tfdp.tracing.state_checks import own_handle
 from tfdp.tracing.step import Step
 
@@ -34,9 +35,10 @@ def warn_if_rows_counted(step: Step) -> None:
     """Warns of metric values that adding over replicas makes wrong."""
     if step.replicas == 1:
         return
-    handles = {own_handle(variable, rank) for rank, variable, _, _ in step.counted}
-    for rank, variable, tensor, is_added in step.counted:
-        if id(variable) in step.checked_numbers:
+    notes = step.of(MetricNotes)
+    handles = {own_handle(variable, rank) for rank, variable, _, _ in notes.counted}
+    for rank, variable, tensor, is_added in notes.counted:
+        if id(variable) in notes.checked:
             continue
         value = step.analysis(rank).value(tensor)
         own, is_running = own_handle(variable, rank), is_extreme(tensor.op)
@@ -56,9 +58,9 @@ def warn_if_steps_counted(step: Step, metrics: Iterable[keras.metrics.Metric]) -
         return
     owners = {id(v.value): metric for metric in metrics for v in metric.variables}
     adds_shares, counts_steps = set(), set()
-    for rank, variable, value, is_added in step.counted:
+    for rank, variable, value, is_added in step.of(MetricNotes).counted:
         metric = owners.get(id(variable))
-        if metric is None or id(variable) in step.checked_numbers:
+        if metric is None or id(variable) in step.of(MetricNotes).checked:
             continue
         handle = outermost(own_copy(variable, rank).handle)
         term = value if is_added else change_of(handle, value)

@@ -42,6 +42,7 @@ from tfdp.lint.op_kinds import draws
 from tfdp.seams.replace import Override, instance_attributes, instead
 from tfdp.step.buffer_synchronization import synchronize_layer_state
 from tfdp.step.find_optimizers import innermost_optimizers
+from tfdp.tracing.given_losses import note_gradients
 from tfdp.tracing.keras_steps import VARIABLES
 from tfdp.tracing.step import Step, call_before_step, current_step
 from tfdp.variables.in_shards import is_in_shards, is_stored_in_shards
@@ -147,7 +148,7 @@ def _apply(
     # Lists, because Keras passes zips, which can be read once only.
     gradients = list(gradients)
     variables = None if trainable_variables is None else list(trainable_variables)
-    step.note_gradients(rank, gradients, optimizer.name)
+    note_gradients(step, rank, gradients, optimizer.name)
     gradients = [
         tf.convert_to_tensor(one) if isinstance(one, VARIABLES) else one
         for one in gradients
@@ -350,10 +351,27 @@ def takes_reduced(optimizer: Optimizer) -> Iterator[None]:
         yield
 
 
+class _UpdatesBuilt(list[tuple[str, list[tf.Operation]]]):
+    """Names of optimizers, and the operations of the first replica's update."""
+
+    def finish(self, step: Step) -> None:
+        """Warns of TensorFlow's random ops in them: their seeds differ by replica, and
+        those of `keras.random` do not."""
+        for names, built in self:
+            if any(map(draws, operations_within(built))):
+                step.state_suspicions.add(
+                    f"the optimizer {names} draws random numbers with TensorFlow ops, "
+                    "which differ on each replica, so the copies of the weights "
+                    "diverge. Draw with keras.random and a keras.random.SeedGenerator "
+                    "in the optimizer: in an update these draws are the same on all "
+                    "replicas"
+                )
+
+
 def _noting_draws(
     facts: Overridden, update: Callable[..., Any], gradients: Any, variables: Any
 ) -> Any:
-    """Calls `update`, and notes what it builds for `warn_about_draws`."""
+    """Calls `update`, and notes what it builds, for the end of the step."""
     step = facts.step
     # As in a user's own merge_call: one draw for all copies.
     is_noted = not tf.distribute.in_cross_replica_context()
@@ -364,21 +382,8 @@ def _noting_draws(
     before = len(graph.get_operations())
     result = update(gradients, variables)
     names = sorted({type(each).__name__ for each in (facts.optimizer, *facts.leaves)})
-    step.updates_built.append((", ".join(names), graph.get_operations()[before:]))
+    step.of(_UpdatesBuilt).append((", ".join(names), graph.get_operations()[before:]))
     return result
-
-
-def warn_about_draws(step: Step) -> None:
-    """Warns of updates with TensorFlow's random ops: their seeds differ by replica, and
-    those of `keras.random` do not."""
-    for names, built in step.updates_built:
-        if any(map(draws, operations_within(built))):
-            step.state_suspicions.add(
-                f"the optimizer {names} draws random numbers with TensorFlow ops, "
-                "which differ on each replica, so the copies of the weights diverge. "
-                "Draw with keras.random and a keras.random.SeedGenerator in the "
-                "optimizer: in an update these draws are the same on all replicas"
-            )
 
 
 #: Keras' mark of variables that get their gradient as the next value.

@@ -31,6 +31,7 @@ from tfdp.tracing.loss_checks import (
     warn_about_returned,
 )
 from tfdp.tracing.loss_shares import Standing
+from tfdp.tracing.metric_notes import MetricNotes
 from tfdp.tracing.step import Step, current_step
 
 # The shape of a Keras loss of an empty replica in eager mode, where Keras does not
@@ -73,8 +74,8 @@ def report_overrides(
             # Keras' own counts are exact; numbers for them are checked when they are
             # passed.
             own = metric.variables
-            step.checked_numbers.update(id(variable.value) for variable in own)
-        step.weighted_means.add(id(metric))
+            step.of(MetricNotes).checked.update(id(variable.value) for variable in own)
+        step.of(MetricNotes).weighted_means.add(id(metric))
         result = functools.partial(_result, metric, noted)
         yield Override(metric, "result", instead(result))
 
@@ -108,7 +109,9 @@ def _result(metric: Any, noted: NotedResults) -> Any:
 def _of_replica(metric: Any) -> Step | None:
     """The step of the calling replica, if it reports `metric`."""
     found = current_step()  # None in another thread, while this one traces
-    is_reported = found is not None and id(metric) in found[0].weighted_means
+    is_reported = (
+        found is not None and id(metric) in found[0].of(MetricNotes).weighted_means
+    )
     return found[0] if found is not None and is_reported else None
 
 

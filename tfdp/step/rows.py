@@ -45,7 +45,7 @@ from tfdp.tracing.keras_steps import (
     is_stock_step,
     name_of_step,
 )
-from tfdp.tracing.rows import Rows, find_padded, without_padding
+from tfdp.tracing.rows import DummyRows, PaddedLoss, Rows, find_padded, without_padding
 from tfdp.tracing.state_checks import (
     handles_of,
     has_same_rows,
@@ -53,6 +53,7 @@ from tfdp.tracing.state_checks import (
     linear_sources,
 )
 from tfdp.tracing.step import Step
+from tfdp.tracing.stored_state import LocalState
 from tfdp.variables.in_shards import is_shard_of_sum
 
 
@@ -66,8 +67,8 @@ def dummy_row_overrides(
         return
     for optimizer in optimizers:
         yield Override(optimizer, "apply", around(_apply, optimizer, step))
-    step.loss_is_own = is_stock_step(fn)
-    if step.loss_is_own:
+    step.of(DummyRows).loss_is_own = is_stock_step(fn)
+    if is_stock_step(fn):
         yield Override(fn.__self__, "compute_loss", around(_own_loss, step))
 
 
@@ -86,7 +87,7 @@ def _apply(
     if step.is_updating:  # called by another optimizer, with reduced gradients
         return apply(gradients, trainable_variables)
     rank = current_rank()
-    stored = handles_of(step.trace(rank).local_state.values(), rank)
+    stored = handles_of(step.trace(rank).of(LocalState).variables.values(), rank)
     own = as_tensors(gradients)
     built_with = trainable_variables or variables_built_with(optimizer)
     variables = list(built_with or [None] * len(own))
@@ -216,7 +217,7 @@ def step_on_padded_batch(
         step.here.rows = Rows.of_padded(batch.rows)  # type: ignore[union-attr]
         result = replica_fn(*without_padding(args), **without_padding(kwargs))
         is_own = name_of_step(fn) and not is_stock_step(fn)
-        if is_own and not step.here.loss_is_weighted:
+        if is_own and not step.here.of(PaddedLoss).loss_is_weighted:
             raise ConfigurationError(
                 f"{name_of_step(fn)} of {type(model).__name__} takes its loss without "
                 "self.compute_loss(x=x, y=y, y_pred=y_pred), so padding rows of a "
@@ -240,8 +241,9 @@ def _compute_loss(
     sample_weight: Any = None,
     **options: Any,
 ) -> Any:
-    step.here.has_user_weights = sample_weight is not None
-    step.here.loss_is_weighted = True
+    own = step.here.of(PaddedLoss)
+    own.has_user_weights = sample_weight is not None
+    own.loss_is_weighted = True
     _refuse_added_losses(model)
     if sample_weight is None:
         weights = keras.tree.map_structure(

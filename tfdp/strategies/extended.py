@@ -98,7 +98,9 @@ class DataParallelExtended(ReplicaExtended, names.MirroredExtended):
     def _replica_ctx_all_reduce(
         self, reduce_op: Any, value: Any, options: Any = None
     ) -> Any:
-        value = _to_reduce(self.current_step, names.current_rank(), reduce_op, value)
+        step, rank = self.current_step, names.current_rank()
+        has_shards = self.shards is not None
+        value = _to_reduce(step, rank, reduce_op, value, has_shards=has_shards)
         refuse_in_local_step(self.current_step)
         return self.reduced(reduce_op, value)
 
@@ -143,10 +145,12 @@ class DataParallelExtended(ReplicaExtended, names.MirroredExtended):
         return value
 
 
-def _to_reduce(step: Step, rank: Any, reduce_op: Any, value: Any) -> Any:
+def _to_reduce(
+    step: Step, rank: Any, reduce_op: Any, value: Any, *, has_shards: bool
+) -> Any:
     """A replica's input to a user's reduction, without dummy rows."""
     shards: Any = None
-    if step.trace(rank).shard_gradients:
+    if has_shards:
         from tfdp.chain import shards
 
         shards.refuse_sum_of_shards(step, rank, value)

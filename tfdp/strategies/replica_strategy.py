@@ -52,6 +52,7 @@ from tfdp.strategies.in_words import FirstFitNotice, describe_strategy
 from tfdp.strategies.scope import adopt_state
 from tfdp.strategies.unused import note_used
 from tfdp.tracing import keras_steps
+from tfdp.tracing.given_losses import GivenLosses
 from tfdp.tracing.rows import without_padding
 from tfdp.tracing.step import Step
 from tfdp.tracing.trace_order import one_trace
@@ -144,7 +145,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         if not tf.distribute.in_cross_replica_context():
             if names.is_one_device():
                 return 1
-            self.extended.current_step.scales_by_hand = True  # for `tfdp.lint` only
+            self.extended.current_step.of(GivenLosses).scales_by_hand = True
         return self._replicas
 
     @property

@@ -6,6 +6,7 @@ different numbers (rows, unmasked entries), no weight is right for all of them.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from typing import Any, NamedTuple
 
@@ -52,10 +53,18 @@ class Denominator(NamedTuple):
     values: Any = None
 
 
+@dataclasses.dataclass
+class _Denominators:
+    """Divisors of a replica's mean losses, and how many were used by optimizers."""
+
+    noted: list[Denominator] = dataclasses.field(default_factory=list)
+    used: int = 0
+
+
 def note_denominator(step: Step, rank: Any, denominator: Denominator) -> None:
     """Records it for the next optimizer that accumulates, while a tape records."""
     if is_recording():  # else the loss is only evaluated
-        step.trace(rank).denominators.append(denominator)
+        step.trace(rank).of(_Denominators).noted.append(denominator)
 
 
 def batch_weight(step: Step, rank: Any) -> tf.Tensor | None:
@@ -65,10 +74,10 @@ def batch_weight(step: Step, rank: Any) -> tf.Tensor | None:
     Unmasked entries, or weights, for means over those; else samples; 1 if unknown.
     Losses with different divisors cause a warning.
     """
-    trace = step.trace(rank)
-    noted: list[Denominator] = trace.denominators
-    found = noted[trace.denominators_used :] or noted
-    trace.denominators_used = len(noted)
+    of_replica = step.trace(rank).of(_Denominators)
+    noted = of_replica.noted
+    found = noted[of_replica.used :] or noted
+    of_replica.used = len(noted)
     found = [_made_out(each, step, rank) for each in found]
     means = [each for each in found if not isinstance(each.of, Kind)]
     if any(each.of is Kind.SUM for each in found):

@@ -22,8 +22,10 @@ from tfdp.lint.findings import (
 )
 from tfdp.lint.registry import is_of_graph
 from tfdp.lint.values import FIXED, Term, Value
+from tfdp.tracing.given_losses import GivenLosses
 from tfdp.tracing.keras_steps import is_stock_step, name_of_step
 from tfdp.tracing.loss_shares import LossShares, Standing, standing_of
+from tfdp.tracing.metric_notes import MetricNotes
 from tfdp.tracing.step import Step
 
 IN_LIBRARY = "If a library computes it, see docs/own-losses.md"
@@ -56,9 +58,6 @@ def has_entry_per_row(step: Step, rank: Any, values: tf.Tensor) -> bool:
     """Whether `values` has one entry per row of the batch, times a constant.
 
     All replicas return the same; if False, they exchange the numbers of values.
-
-    Raises:
-      ConfigurationError: when it is False and they cannot exchange them.
     """
     if not isinstance(rank, int) or in_compiled_function():
         return True  # one program of fixed shapes for all replicas
@@ -77,20 +76,8 @@ def has_entry_per_row(step: Step, rank: Any, values: tf.Tensor) -> bool:
             "them to their share with tfdp.losses.local_sum"
         )
         return True
-    if step.batch.counts is None and step.batch.has_tensors:
-        return True  # every replica was given the same
-    may_be_alone = step.batch.may_have_empty_replicas
-    if values.shape.rank == 1 and may_be_alone and not step.adds_dummy_rows:
-        # Keras skips the loss of a replica without rows: an exchange would hang.
-        if values.shape[0] == step.count_of(rank):
-            return True
-        raise ConfigurationError(
-            f"A Keras loss took the mean of {values.shape[0]} losses on a replica that "
-            f"has {step.count_of(rank)} rows, while another one may have none, so the "
-            "replicas cannot agree on what to divide by. Give batches that leave no "
-            "replica without a row."
-        )
-    return False
+    # True if every replica was given the same.
+    return step.batch.counts is None and step.batch.has_tensors
 
 
 def are_values_of_rows(
@@ -250,7 +237,9 @@ def note_crossing(step: Step, value: Value) -> None:
 def warn_about_number(step: Step, rank: Any, metric: Any, number: Any) -> None:
     """Warns of a number that `metric` counts and that is not a mean over rows."""
     if _is_no_mean(step, rank, number):
-        step.checked_numbers.update(id(variable.value) for variable in metric.variables)
+        step.of(MetricNotes).checked.update(
+            id(variable.value) for variable in metric.variables
+        )
         step.state_suspicions.add(
             f"the metric {metric.name!r} counts one number for all rows {NO_MEAN}",
             "number",
@@ -282,13 +271,13 @@ def find_faults_of_losses(step: Step, model: Any, fn: Any) -> None:
     if step.group_size == 1:
         return
     applied: dict[Value, str] = {}
-    for rank, gradients, name in step.given_gradients:
+    for rank, gradients, name in step.of(GivenLosses).gradients:
         for given in gradients:
             part = getattr(given, "values", given)
             if is_of_graph(part):
                 applied.setdefault(step.analysis(rank).value(part), name)
     for gradient, optimizer in applied.items():
-        by_hand = step.scales_by_hand and gradient.by_hand
+        by_hand = step.of(GivenLosses).scales_by_hand and gradient.by_hand
         change = change_of_gradients(gradient, scales_by_hand=by_hand)
         if change is not None:
             step.suspicions.add(change, "changed")
@@ -330,7 +319,7 @@ def find_faults_of_losses(step: Step, model: Any, fn: Any) -> None:
         gradient.target is None or Term.UNKNOWN in gradient.target.terms
         for gradient in applied
     )
-    if is_unknown and not step.has_scaled_losses:
+    if is_unknown and not step.of(GivenLosses).are_scaled:
         why = _why_it_may_be_local(step, model, fn)
         if why is not None and not step.suspicions:
             step.suspicions.add(_unscaled(step, why), "unscaled")
@@ -344,7 +333,7 @@ def find_faults_of_losses(step: Step, model: Any, fn: Any) -> None:
 def is_scaled_by_hand(step: Step, loss: Value) -> bool:
     """Whether the parts of a loss that are no share may be scaled by the program."""
     others = loss.terms - {Term.SHARE, Term.REPLICATED, Term.CONSTANT, Term.MEAN}
-    return step.scales_by_hand and loss.by_hand and not others
+    return step.of(GivenLosses).scales_by_hand and loss.by_hand and not others
 
 
 def _why_it_may_be_local(step: Step, model: Any, fn: Any) -> str | None:
@@ -353,12 +342,14 @@ def _why_it_may_be_local(step: Step, model: Any, fn: Any) -> str | None:
         return None
     own = "its {} is its own and no Keras loss took a mean in it"
     if not is_stock_step(fn):
-        return None if step.has_added_losses else own.format("train_step")
+        return None if step.of(GivenLosses).are_added else own.format("train_step")
     losses = list(filter(None, given_losses(model)))
     if not losses:  # only layers, or `compute_loss`, produce losses
         is_own = type(model).compute_loss is not keras.Model.compute_loss
         return (
-            own.format("compute_loss") if is_own and not step.has_added_losses else None
+            own.format("compute_loss")
+            if is_own and not step.of(GivenLosses).are_added
+            else None
         )
     reductions = {getattr(loss, "reduction", "mean") for loss in losses}
     is_scaled = reductions <= {"sum", "none", None}

@@ -170,6 +170,45 @@ def _size_bytes(tensor: tf.Tensor) -> int:
     return (tensor.shape.num_elements() or 0) * int(tensor.dtype.size)
 
 
+@dataclasses.dataclass
+class DummyRows:
+    """How a step deals with the dummy rows of replicas without rows.
+
+    Args:
+      loss_is_own: whether the loss of dummy rows, and with it its gradients, is 0.
+    """
+
+    loss_is_own: bool = False
+
+
+@dataclasses.dataclass
+class PaddedLoss:
+    """The loss that a replica computed of a padded batch.
+
+    Args:
+      loss_is_weighted: whether one was computed that excludes the padding.
+      has_user_weights: whether it also has sample weights of the program's.
+    """
+
+    loss_is_weighted: bool = False
+    has_user_weights: bool = False
+
+
+@dataclasses.dataclass
+class OwnParts:
+    """Whether the sums of one replica exclude its dummy rows.
+
+    Args:
+      are_mixed: whether layers summed over replicas: then a value of this replica gets
+        gradients from other replicas' losses.
+      are_summed: whether what the replica sums excludes dummy rows already, so that
+        nothing else takes them out. Replicas that create variables take turns.
+    """
+
+    are_mixed: bool = False
+    are_summed: bool = False
+
+
 def parts_of_batch(
     values: Any, replicas: int
 ) -> tuple[list[list[Any]], Callable[[Sequence[Sequence[Any]]], Any]]:

@@ -12,6 +12,7 @@ from tfdp.lint.registry import is_of_graph
 from tfdp.lint.terms import handle_of
 from tfdp.lint.values import SAME, SCALED, Term, Value
 from tfdp.tracing.step import Step
+from tfdp.tracing.stored_state import StoredState
 
 
 def is_of_own_rows(step: Step, rank: Any, value: tf.Tensor) -> bool:
@@ -92,13 +93,13 @@ def stored_from_shares(step: Step) -> tuple[list[Any], list[Any]]:
 
     A share and its gradients are parts of a sum, not means over rows.
     """
-    first = next((rank for rank, _, _ in step.stored), 0)
+    first = next((rank for rank, _, _ in step.of(StoredState).values), 0)
     if not step.trace(first).shares:
         return [], []
     averaged: list[Any] = []
     sums: list[Any] = []
-    for rank, variable, stored in step.stored:
-        if rank != first or id(variable) in step.own_sums:
+    for rank, variable, stored in step.of(StoredState).values:
+        if rank != first or id(variable) in step.of(StoredState).own_sums:
             continue
         value = step.analysis(rank).value(stored)
         if value.of_share:

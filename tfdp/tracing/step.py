@@ -10,10 +10,10 @@ import collections
 import contextlib
 import enum
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import tensorflow as tf
 
@@ -21,13 +21,15 @@ from tfdp._private.names import current_rank
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.ordering import current_exchange_name
 from tfdp.lint.findings import Findings
-from tfdp.lint.registry import is_of_graph, key_of
+from tfdp.lint.registry import key_of
 from tfdp.lint.values import PART_OF_ROWS, ROW_SOURCE
 from tfdp.tracing.loss_shares import LossShares
-from tfdp.tracing.rows import Batch, Rows, parts_of_batch
+from tfdp.tracing.rows import Batch, DummyRows, OwnParts, Rows, parts_of_batch
 
 if TYPE_CHECKING:
     from tfdp.lint.analysis import Analysis
+
+State = TypeVar("State")
 
 
 class Mode(enum.Enum):
@@ -53,34 +55,15 @@ class Trace:
         self.batch: list[tf.Tensor] = []
         #: Which of its rows are real.
         self.rows = Rows()
-        #: Of a padded batch: whether a loss was computed that excludes the padding, and
-        #: whether that also has sample weights of the program's.
-        self.loss_is_weighted = self.has_user_weights = False
-        #: Whether layers summed over replicas: then a value of this replica gets
-        #: gradients from other replicas' losses.
-        self.is_mixed = False
-        #: Whether what the replica sums excludes dummy rows already, so that nothing
-        #: else takes them out. Eager replicas, and those that create variables, take
-        #: turns.
-        self.sums_own_parts = False
         #: The active optimizers, outermost first: whether they still reduce.
         self.updates: list[bool] = []
         #: Whether an optimizer updates this replica's shard.
         self.updates_shard = self.updates_alone = False
-        #: Mirrored float variables that the replica assigned independently, by id.
-        self.local_state: dict[int, Any] = {}
-        #: The `batch_weight.Denominator` of each mean loss, and how many of them
-        #: optimizers have consumed.
-        self.denominators: list[Any] = []
-        self.denominators_used = 0
-        #: Losses of layers, by the id of the list that Keras appends them to.
-        self.layer_losses: dict[int, list[Any]] = collections.defaultdict(list)
-        #: By name scope: the number of values whose gradient takes an exchange.
-        self.exchanges_due: dict[str, int] = collections.defaultdict(int)
-        #: Gradients of sharded variables, by their keys (`key_of`).
-        self.shard_gradients: dict[Any, tf.Tensor] = {}
-        #: By the id of a variable: the shard of it that an optimizer updates.
-        self.shard_views: dict[int, Any] = {}
+        self._states: dict[type, Any] = {}
+
+    def of(self, kind: type[State]) -> State:
+        """The state of a feature on this replica; see `Step.of`."""
+        return _state_of(kind, self._states)
 
     @functools.cached_property
     def analysis(self) -> Analysis:
@@ -123,54 +106,30 @@ class Step:
     guard: Any = None
     #: The stages that callbacks have attached to the steps of the model.
     stages: list[Any] = field(default_factory=list)
-    #: Ids of optimizers that sent their momentum instead of gradients.
-    sent_momentum: set[int] = field(default_factory=set)
-
-    #: Whether a replica without rows would get a dummy row, on every host.
-    adds_dummy_rows: bool = False
-    #: Whether the loss of dummy rows, and with it its gradients, is 0.
-    loss_is_own: bool = False
-
-    #: Gradients that a program gives optimizers: rank, gradients, the optimizer's name.
-    given_gradients: list[tuple[Any, list[Any], str]] = field(default_factory=list)
-    #: Those of weights stored in shards, with their ranks.
-    given_shards: list[tuple[Any, Any]] = field(default_factory=list)
-    #: The names of optimizers, and the operations that the first replica's update has.
-    updates_built: list[tuple[str, list[Any]]] = field(default_factory=list)
     #: Whether an optimizer has been active on a replica.
     has_updated: bool = False
-    #: What replicas assigned, in graphs, to their own copies: rank, variable, value.
-    stored: list[tuple[int, Any, tf.Tensor]] = field(default_factory=list)
-    #: And to sums of metrics: rank, variable, value, is it added.
-    counted: list[tuple[int, Any, tf.Tensor, bool]] = field(default_factory=list)
-    #: Whether buffers that are still local are synchronized at the end of the step.
-    synchronizes_at_end: bool = False
-    #: Ids of those buffers, as the first replica found them; None: not computed yet.
-    late_buffers: set[int] | None = None
-    #: Local training: ids of state of layers that one of the optimizers keeps.
-    layer_state_kept: set[int] = field(default_factory=set)
-    #: Why late state is refused; empty string if it is allowed.
-    refuses_late_state: str = ""
-    #: Ids of variables in which replicas accumulate their own sums of gradients.
-    own_sums: set[int] = field(default_factory=set)
-
     #: Why a loss may be that of the local batch only, for a warning.
     suspicions: Findings = field(default_factory=Findings)
     #: Why stored state may not be a mean over rows.
     state_suspicions: Findings = field(default_factory=Findings)
-    #: Whether a loss was scaled to its share of the global one.
-    has_scaled_losses: bool = False
-    #: Whether losses of layers (penalties, `add_loss`) were added to the model's.
-    has_added_losses: bool = False
-    #: Whether the program reads the number of replicas in a replica, to scale by it.
-    scales_by_hand: bool = False
-    #: Ids of metric variables that are checked elsewhere, or warned about already.
-    checked_numbers: set[int] = field(default_factory=set)
-    #: Ids of metrics that count a number of all rows by the replica's rows.
-    weighted_means: set[int] = field(default_factory=set)
+    _states: dict[type, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.traces = tuple(Trace(self, rank) for rank in range(self.replicas))
+
+    def of(self, kind: type[State]) -> State:
+        """The state of a feature in this step, made when it is first asked for.
+
+        `kind` is its class, which stands in a file of the feature. If it has a method
+        `finish(step)`, that is called when all replicas are traced.
+        """
+        return _state_of(kind, self._states)
+
+    def finish(self) -> None:
+        """Lets features look at what they have noted, when all replicas are traced."""
+        for state in list(self._states.values()):
+            if hasattr(state, "finish"):
+                state.finish(self)
 
     def trace(self, rank: Any) -> Trace:
         """The trace of `rank`; on TPU, where ranks are tensors, the only one."""
@@ -285,7 +244,7 @@ class Step:
         trace = self.trace(rank)
         if isinstance(gradient, tf.IndexedSlices) or trace.rows.may_be_synthetic:
             return False
-        return self.loss_is_own and not trace.is_mixed
+        return self.of(DummyRows).loss_is_own and not trace.of(OwnParts).are_mixed
 
     def own_gradient(self, rank: Any, gradient: Any) -> Any:
         """`gradient` without the contribution of dummy rows."""
@@ -296,20 +255,21 @@ class Step:
     def parts_to_sum(self, rank: Any, values: Any) -> Any:
         """`values` without dummy rows, for a sum over replicas in a layer or loss."""
         trace = self.trace(rank)
-        if not self.has_dummy_rows or trace.sums_own_parts:
+        own = trace.of(OwnParts)
+        if not self.has_dummy_rows or own.are_summed:
             return values
-        trace.is_mixed = True
+        own.are_mixed = True
         return tf.nest.map_structure(trace.rows.part, values, expand_composites=False)
 
     @contextlib.contextmanager
     def summing_own_parts(self, rank: Any) -> Iterator[None]:
         """Marks values that `rank` sums within the context as free of dummy rows."""
-        trace = self.trace(rank)
-        before, trace.sums_own_parts = trace.sums_own_parts, True
+        own = self.trace(rank).of(OwnParts)
+        before, own.are_summed = own.are_summed, True
         try:
             yield
         finally:
-            trace.sums_own_parts = before
+            own.are_summed = before
 
     @property
     def is_updating(self) -> bool:
@@ -358,43 +318,11 @@ class Step:
                 "shard='none'."
             )
 
-    def note_gradients(self, rank: Any, gradients: Iterable[Any], name: str) -> None:
-        """Records gradients that a program gives the optimizer `name`."""
-        is_first = self.trace(rank) is self.traces[0]
-        # One replica is enough: all do the same.
-        if self.group_size > 1 and is_first:
-            self.given_gradients.append((rank, list(gradients), name))
 
-    def note_local_state(self, rank: Any, variable: Any, value: Any = None) -> None:
-        """Records that a replica assigned `value` to its own copy, unless in an update,
-        which is the same on all replicas."""
-        trace = self.trace(rank)
-        if trace.updates:
-            return
-        trace.local_state[id(variable)] = variable
-        if isinstance(rank, int) and is_of_graph(value):
-            self.stored.append((rank, variable, value))
-
-    def note_counted(
-        self, rank: Any, variable: Any, value: Any, is_added: bool
-    ) -> None:
-        """Records what a replica assigns, or adds, to a sum of a metric."""
-        if isinstance(rank, int) and is_of_graph(value):
-            self.counted.append((rank, variable, value, is_added))
-
-    def take_local_state(self, rank: Any) -> list[Any]:
-        """Removes and returns the variables recorded by `note_local_state`."""
-        trace = self.trace(rank)
-        taken, trace.local_state = trace.local_state, {}
-        return list(taken.values())
-
-    def return_local_state(self, rank: Any, variables: Iterable[Any]) -> None:
-        state = self.trace(rank).local_state
-        state.update((id(variable), variable) for variable in variables)
-
-    def stored_graphs(self, rank: Any) -> dict[int, Any]:
-        """The graph in which the replica stored each variable last, by variable id."""
-        return {id(v): value.graph for by, v, value in self.stored if by == rank}
+def _state_of(kind: type[State], states: dict[type, Any]) -> State:
+    if kind not in states:
+        states[kind] = kind()
+    return states[kind]  # type: ignore[no-any-return]
 
 
 def current_step() -> tuple[Step, int] | None:
@@ -403,6 +331,10 @@ def current_step() -> tuple[Step, int] | None:
         return None
     step = getattr(tf.distribute.get_strategy().extended, "current_step", None)
     return None if step is None else (step, current_rank())
+
+
+class _ExchangesDue(collections.Counter[str]):
+    """The number of values whose gradient takes an exchange, by name scope."""
 
 
 def name_of_gradient() -> str:
@@ -414,7 +346,7 @@ def name_of_gradient() -> str:
         return ""
     step, rank = found
     within = current_exchange_name() or ""
-    due = step.trace(rank).exchanges_due
+    due = step.trace(rank).of(_ExchangesDue)
     due[within] += 1
     return f"{within}{due[within]}."
 

@@ -16,6 +16,8 @@ from tfdp.errors import CheckpointWarning, ConfigurationError
 from tfdp.lint.registry import is_of_graph, note_stored
 from tfdp.lint.terms import change_of, outermost, term_added_to
 from tfdp.tracing import state_checks
+from tfdp.tracing.metric_notes import note_counted
+from tfdp.tracing.stored_state import note_local_state
 from tfdp.variables.local_view import LocalView, in_replica_of
 
 # Outside replicas, state that replicas store independently reads as its mean (in files
@@ -141,7 +143,7 @@ class ReplicaMirroredVariable(PythonValue, HandleOfReplica, OwnMeans, LocalView)
             return super()._update_replica(update_fn, value, **kwargs)
         if not is_aggregated:
             if self.dtype.is_floating:
-                step.note_local_state(rank, self, value)
+                note_local_state(step, rank, self, value)
                 value = self._added_of_own_rows(step, rank, value)
                 value = self._of_rows_of_group(step, rank, value)
                 value = note_stored(self._get_replica(rank), value)
@@ -302,7 +304,7 @@ class ReplicaOnReadVariable(PythonValue, HandleOfReplica, names.SyncOnReadVariab
             names.current_rank(),
         )
         if self.aggregation == tf.VariableAggregation.SUM:
-            step.note_counted(rank, self, value, is_added)
+            note_counted(step, rank, self, value, is_added)
         own = step.trace(rank).rows.present
         if own is True:
             return value

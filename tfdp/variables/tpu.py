@@ -21,6 +21,7 @@ from tfdp._private.tpu_names import (
 )
 from tfdp.errors import CollectiveError
 from tfdp.tracing.state_checks import is_same_on_every_replica
+from tfdp.tracing.stored_state import note_local_state
 from tfdp.variables.mirrored import OwnMeans, PythonValue, seed_offset
 from tfdp.variables.own_values import OwnSums
 
@@ -102,7 +103,7 @@ class TPUReplicaVariable(PythonValue, OwnMeans, AssignedInReplica, TPUMirroredVa
             return value
         if self.aggregation == tf.VariableAggregation.NONE:
             if self.dtype.is_floating:
-                extended.current_step.note_local_state(current_rank(), self)
+                note_local_state(extended.current_step, current_rank(), self)
                 self.note_own()
             return value
         if self.aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA:
