@@ -26,7 +26,9 @@ def test_lines_are_named_and_one_failure_is_a_failure(capfd, codes, passed):
     assert lines == ["one       | said", "two       | said"]
 
 
-def test_a_run_says_after_a_fifth_of_each_half_how_long_it_will_take(monkeypatch, capsys):
+def test_a_run_says_after_a_fifth_of_each_half_how_long_it_will_take(
+    monkeypatch, capsys
+):
     now = 0.0
     monkeypatch.setattr(both_halves.time, "monotonic", lambda: now)
     estimate = both_halves.Estimate(["one", "two"])
