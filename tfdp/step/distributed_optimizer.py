@@ -19,16 +19,16 @@ from tfdp.chain.reduction import Reduction, Stage, update_through
 from tfdp.chain.stages import agree_finite, reduce_gradients
 from tfdp.checks import is_number, is_whole
 from tfdp.errors import ConfigurationError, ScopeError
-from tfdp.optimizers.apart import (
+from tfdp.step.buffer_synchronization import synchronize_layer_state
+from tfdp.step.find_optimizers import has_no_effect
+from tfdp.step.local_training import LocalTraining
+from tfdp.step.local_values import LocalValues
+from tfdp.step.make_local_training import (
     make_local_training,
     refuse_at_own_pace,
     refuse_outside_of_fit,
     refuse_with_sync,
 )
-from tfdp.step.buffer_synchronization import synchronize_layer_state
-from tfdp.step.find_optimizers import has_no_effect
-from tfdp.step.local_training import LocalTraining
-from tfdp.step.local_values import LocalValues
 from tfdp.step.optimizers import build_before_step, refuse_overwritten, takes_reduced
 from tfdp.sync.asynchronous import Asynchronous
 from tfdp.sync.backup_workers import BackupWorkers
