@@ -407,7 +407,7 @@ time.sleep(600)
 def test_who_only_lost_another_is_not_left_out(tmp_path):
     script = """
 from tfdp.errors import WorkerLostError
-from tfdp.hosts import crash_report
+from tfdp.cluster import crash_report
 
 crash_report.listen()
 print("start", RESTARTS, WORKERS)
