@@ -49,6 +49,7 @@ QUESTIONS = {
         r"[sS]hard",
         (
             *("chain/shards", "cluster/", "data/", "launch/", "plan/shards"),
+            "strategies/absent_hosts",
             *("sharding/", "_private/grain"),
         ),
         38,
