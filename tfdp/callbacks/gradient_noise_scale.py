@@ -9,10 +9,9 @@ import keras
 
 from tfdp._private.optimizer_hooks import momentum_compression_of
 from tfdp.callbacks.other_callbacks import Logs
-from tfdp.chain.norms import NormsOfStep
 from tfdp.checks import is_number
 from tfdp.errors import ConfigurationError
-from tfdp.plan.noise_scale import NoiseAverage, NoiseEstimate, split_norms
+from tfdp.plan.noise_scale import NoiseAverage, NoiseEstimate, NormsOfStep, split_norms
 from tfdp.step.find_optimizers import optimizers_of, optimizers_with_sync
 from tfdp.step.norms_reader import NormsReader
 from tfdp.strategies.gather_from_hosts import refuse_strategy

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfdp.callbacks.other_callbacks import Logs, refuse_others
 from tfdp.callbacks.step_count import StepCount, check_count, is_due
-from tfdp.chain.compression import STATE
+from tfdp.chain.compression import compression_entries
 from tfdp.chain.finite_guard import FiniteGuard
 from tfdp.checks import check_one_of
 from tfdp.errors import ConfigurationError, NotFiniteError, NotFiniteWarning
@@ -409,6 +409,5 @@ def _copies(model: keras.Model) -> Iterator[tf.Variable]:
 def _residuals_of(model: keras.Model) -> Iterator[tf.Variable]:
     """Residuals of compressed sums, which the first sum creates."""
     for optimizer in optimizers_of(model):
-        state = getattr(optimizer, STATE, None)
-        if state is not None:
-            yield from state.copies
+        for of_ranks in compression_entries(optimizer).values():
+            yield from of_ranks.copies

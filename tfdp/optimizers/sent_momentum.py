@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -13,7 +13,7 @@ from tfdp._private.optimizer_hooks import CLIPPING, DecayHooks, variable_index
 from tfdp.checks import is_whole
 from tfdp.compression.method import Method, MomentumCompression
 from tfdp.errors import ConfigurationError, ScopeError
-from tfdp.tracing.step import Step, current_step
+from tfdp.tracing.step import current_step
 
 
 class SentMomentum(DecayHooks):
@@ -56,7 +56,7 @@ class SentMomentum(DecayHooks):
         """One update; see `keras.optimizers.Optimizer.apply`."""
         strategy, found = tf.distribute.get_strategy(), current_step()
         if found is not None and found[0].replicas > 1 and found[0].is_updating:
-            self._refuse_gradients_sent(found[0])
+            self._refuse_gradients_sent(found[0].sent_momentum)
         if replicas_of(strategy) > 1 and found is None:
             raise ScopeError(
                 f"{type(self).__name__} is used under {type(strategy).__name__}, which "
@@ -65,8 +65,8 @@ class SentMomentum(DecayHooks):
             )
         return super().apply(grads, trainable_variables)
 
-    def _refuse_gradients_sent(self, step: Step) -> None:
-        if id(self) not in step.sent_momentum:
+    def _refuse_gradients_sent(self, senders: Collection[int]) -> None:
+        if id(self) not in senders:
             raise ConfigurationError(
                 f"{type(self).__name__} is held by another optimizer, for which "
                 "gradients were summed uncompressed: its momentum would not be sent. "

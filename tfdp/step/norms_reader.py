@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import keras
 
-from tfdp.chain.norms import NoiseProbe, NormsOfStep
+from tfdp.chain.norms import NoiseProbe
+from tfdp.plan.noise_scale import NormsOfStep
 from tfdp.step.observers import attach, detach, observers_of
 
 
