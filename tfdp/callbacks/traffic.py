@@ -9,9 +9,7 @@ import keras
 
 from tfdp.callbacks.other_callbacks import Logs
 from tfdp.errors import ConfigurationError
-from tfdp.exchange.reducer import reducer_of
 from tfdp.exchange.traffic import TrafficMeter
-from tfdp.exchange.transport import Transport
 from tfdp.strategies.gather_from_hosts import refuse_strategy
 
 
@@ -140,7 +138,7 @@ class Reading:
 class TrafficReader:
     """Counts what replicas of this process send, in graphs built from now on."""
 
-    def __init__(self, transport: Transport | None):
+    def __init__(self, transport: Any):
         self._transport = transport
         self._meter = TrafficMeter()
         if transport is not None:
@@ -163,16 +161,19 @@ class TrafficReader:
             self._transport.traffic.meters.discard(self._meter)
 
 
-def transport_of(model: keras.Model, name: str) -> Transport | None:
+def transport_of(model: keras.Model, name: str) -> Any:
     """The transport of the steps of `model`; None: one replica; errors show `name`."""
-    strategy = model.distribute_strategy
-    if reducer_of(strategy) is None and strategy.num_replicas_in_sync == 1:
-        return None
-    refuse_strategy(strategy, name)
-    reducer: Any = strategy.extended.reducer
-    if model.run_eagerly and reducer.transport.replicas > 1:
+    strategy: Any = model.distribute_strategy
+    try:
+        refuse_strategy(strategy, name)
+    except ConfigurationError:
+        if strategy.num_replicas_in_sync == 1:
+            return None
+        raise
+    transport = strategy.extended.reducer.transport
+    if model.run_eagerly and transport.replicas > 1:
         raise ConfigurationError(
             f"{name} counts in graphs, but the model was compiled with "
             "run_eagerly=True. Compile with run_eagerly=False, or remove the callback."
         )
-    return reducer.transport
+    return transport

@@ -42,14 +42,10 @@ class Hosts:
 
     def number_of_chief(self, number: int, label: str) -> int:
         """Worker 0's number on every host; a collective."""
-        if self.link is None:
-            return number
         return int(self._from_chief(np.array(number, np.int64), label))
 
     def text_of_chief(self, text: str) -> str:
         """Worker 0's text on every host; a collective."""
-        if self.link is None:
-            return text
         return self.texts(text if self.is_chief else "", "text of worker 0")[0]
 
     def texts(self, text: str, label: str) -> list[str]:

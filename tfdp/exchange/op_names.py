@@ -1,7 +1,5 @@
 """Parts of the names of ops, by which readers of a graph recognize exchanges."""
 
-from __future__ import annotations
-
 #: Calls of a link between hosts, and calls that begin an exchange which another ends.
 LINK_CALL = "tfdp_link_call"
 LINK_BEGIN = "tfdp_link_begin"

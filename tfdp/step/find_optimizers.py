@@ -46,7 +46,7 @@ def has_no_effect(sync: Policy, strategy: tf.distribute.Strategy) -> bool:
 def optimizers_with_sync(
     optimizers: Sequence[Optimizer], strategy: tf.distribute.Strategy
 ) -> list[Any]:
-    """The optimizers whose `sync` takes effect under `strategy`."""
+    """The optimizers whose option `sync=` takes effect under `strategy`."""
     return [
         optimizer
         for optimizer in optimizers

@@ -10,7 +10,7 @@ from tfdp.step.observers import attach, detach, observers_of
 
 
 class NormsReader:
-    """Reads the norms of the steps of one `fit`, from the model's (or a new) probe."""
+    """Reads the squared norms of the gradients of each step of one `fit`."""
 
     def __init__(self, model: keras.Model):
         self._model = model

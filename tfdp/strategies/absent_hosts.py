@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -86,18 +86,6 @@ class _AbsentPeers(HostLink):
         super().__init__(0, workers, 1.0)
         self.hosts = ["localhost"] * workers
 
-    def close(self) -> None:
-        pass
-
-    def on_failure(self, listener: Callable[[str], None]) -> None:
-        pass
-
-    def news(self) -> str | None:
-        return None
-
-    def announce(self, exchanges: int, channel: str) -> None:
-        pass
-
     def sent_bytes(self, channel: str | None = None) -> int:
         return 0
 
@@ -134,11 +122,16 @@ class _AbsentPeers(HostLink):
     def gather_memory(self, memory: np.ndarray, label: str) -> list[memoryview]:
         return [memory.data] * self.workers
 
-    def _nothing(self, *arguments: Any, **options: Any) -> Any:
+    def _ignored(self, *arguments: Any, **options: Any) -> Any:
+        return None
+
+    close = on_failure = news = announce = _ignored
+
+    def _refused(self, *arguments: Any, **options: Any) -> Any:
         raise ConfigurationError(
             "The model communicated with other hosts before its step ran, which "
             "planning cannot do. Plan with hosts=1, and please report this model."
         )
 
-    share_note = without_note = leave_note = wait_for_notes = _nothing
-    loop_of_steps = start = on_note = give_up = _nothing
+    share_note = without_note = leave_note = wait_for_notes = _refused
+    loop_of_steps = start = on_note = give_up = _refused

@@ -19,7 +19,6 @@ import tensorflow as tf
 
 from tfdp._private.names import current_rank
 from tfdp.errors import ConfigurationError
-from tfdp.exchange.ordering import current_exchange_name
 from tfdp.lint.findings import Findings
 from tfdp.lint.registry import is_of_graph, key_of
 from tfdp.lint.values import PART_OF_ROWS, ROW_SOURCE
@@ -406,20 +405,6 @@ def current_step() -> tuple[Step, int] | None:
         return None
     step = getattr(tf.distribute.get_strategy().extended, "current_step", None)
     return None if step is None else (step, current_rank())
-
-
-def name_of_gradient() -> str:
-    """Names the exchanges of a gradient, in the forward pass, for `exchanges_of`; equal
-    on all replicas and hosts, "" outside of a step. Rematerialized values get names
-    with the same prefix."""
-    found = current_step()
-    if found is None:
-        return ""
-    step, rank = found
-    within = current_exchange_name() or ""
-    due = step.trace(rank).exchanges_due
-    due[within] += 1
-    return f"{within}{due[within]}."
 
 
 def call_before_step(function: Callable[[], None]) -> None:

@@ -33,8 +33,6 @@ from tfdp.tools.testing.model_parts import layers_of
 
 # Larger weights and optimizer slots are left without values: only shapes are needed.
 LEAST_EMPTY_BYTES = 2**20
-# The end of the name of the device that holds what a shard leaves to the host.
-HOST_DEVICE = "/device:CPU:0"
 
 
 def builder_of(model: Any) -> Callable[[], keras.Model]:
@@ -95,7 +93,7 @@ class TracedModel:
         self._traces_each = False
         self._hosts = hosts
         self._communication = communication
-        self._host_device = HOST_DEVICE if sharding.offloads else ""
+        self._host_device = "/device:CPU:0" if sharding.offloads else ""
         self._strategy: DataParallelStrategy
         if hosts > 1:
             self._strategy = AbsentHosts(devices, hosts, communication, sharding)
