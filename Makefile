@@ -1,6 +1,6 @@
 # make train   set up, then train examples/digits.py on two virtual devices
 # make quick   set up, then what is pure and a tour of the rest: two minutes
-# make test    set up, then a sample of all tests: 25 minutes on two slow cores
+# make test    set up, then a sample of all tests: 20 to 40 minutes
 # make test PYTEST="tests/pure -q"   these files, or folders, only
 # make test-all   every row there is: hours; goes on where it was stopped
 # make lint    ruff check, ruff format --check, mypy

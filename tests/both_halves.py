@@ -28,7 +28,8 @@ HALVES = {
 #: Of `nice`: where another process wants the same core, this one gets a 68th of it.
 LOWEST_PRIORITY = "19"
 LAST_LINES_SECONDS = 30.0
-SAID_AFTER_SECONDS = 60.0
+#: Of the rows of each half: earlier its slow rows mislead.
+SAID_AFTER_PART = 0.2
 #: Of pytest: how many rows there are, and a line of their outcomes, as far as it came.
 COUNT = re.compile(r"workers? \[(\d+) items?\]")
 OUTCOMES = re.compile(r"[.sxXFE]+")
@@ -51,7 +52,7 @@ def started(command: list[str]) -> subprocess.Popen:
 
 
 class Estimate:
-    """Says once, after a minute, how long the run will take.
+    """Says once how long the run will take, when a part of each half has ended.
 
     Args:
       names: of what runs; each prints how many rows it has, and an outcome of each.
@@ -70,18 +71,14 @@ class Estimate:
             self._rows[name] = int(found[1])
         elif OUTCOMES.fullmatch(line):
             self._ended[name] += 1
-        seconds = time.monotonic() - self._began
-        if (
-            self._is_said
-            or seconds < SAID_AFTER_SECONDS
-            or not all(self._rows.values())
-        ):
+        if self._is_said or not all(self._rows.values()):
             return
         parts = {each: self._ended[each] / self._rows[each] for each in self._rows}
         least = min(parts.values())
-        if not least:
+        if least < SAID_AFTER_PART:
             return
         self._is_said = True
+        seconds = time.monotonic() - self._began
         minutes = seconds / least * (1 - least) / 60
         said = ", ".join(f"{each} {part:.0%}" for each, part in parts.items())
         print(f"{seconds:.0f} s: {said}; about {minutes:.0f} more minutes", flush=True)

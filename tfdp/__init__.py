@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     )
     from tfdp.cluster import Cluster, find_cluster
     from tfdp.layers.rematerialization import remat
-    from tfdp.optimizers.distributed import DistributedOptimizer
     from tfdp.plan.communication import Communication
     from tfdp.plan.shards import Sharding
+    from tfdp.step.distributed_optimizer import DistributedOptimizer
     from tfdp.strategies.auto import auto_strategy
     from tfdp.strategies.data_parallel import DataParallelStrategy
     from tfdp.strategies.devices import use_virtual_devices
@@ -48,7 +48,7 @@ _PUBLIC = {
     "Cluster": "tfdp.cluster",
     "Communication": "tfdp.plan.communication",
     "DataParallelStrategy": "tfdp.strategies.data_parallel",
-    "DistributedOptimizer": "tfdp.optimizers.distributed",
+    "DistributedOptimizer": "tfdp.step.distributed_optimizer",
     "HierarchicalAllReduce": "tfdp.strategies.hierarchical",
     "MultiHostDataParallelStrategy": "tfdp.strategies.multi_host",
     "Sharding": "tfdp.plan.shards",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from benchmarks.bench.cases import Case
 from benchmarks.bench.processes.arms import GROUP_ARMS
+from benchmarks.bench.results import ArmResult, CaseResult
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +65,31 @@ class Request:
     def calls(self) -> int:
         """Timed calls per arm and repeat."""
         return 2 if self.quick else self.case.calls
+
+    def result(
+        self,
+        subject: Mapping[str, Any],
+        arms: Mapping[str, ArmResult],
+        left_out: Mapping[str, str] = MappingProxyType({}),
+        more_settings: Mapping[str, Any] = MappingProxyType({}),
+    ) -> CaseResult:
+        """The result of this request.
+
+        Args:
+          subject: the sizes of what was measured.
+          arms: the figures of each arm.
+          left_out: why an arm was not timed, by arm.
+          more_settings: settings and facts beside `settings`.
+        """
+        return CaseResult(
+            case=self.case.name,
+            suite=self.case.suite,
+            devices=self.workers * self.devices,
+            subject=subject,
+            settings={**self.settings(), **more_settings},
+            arms=arms,
+            left_out=dict(left_out),
+        )
 
     def settings(self) -> dict[str, Any]:
         """The settings that determine the figures, for the report."""

@@ -72,6 +72,21 @@ def test_each_array_begins_at_its_own_alignment(tmp_path):
             assert first % arrays()[name].dtype.itemsize == 0
 
 
+@pytest.mark.parametrize("look", ["check", "read"])
+def test_a_changed_byte_is_seen_without_and_with_use_of_the_array(tmp_path, look):
+    path = tmp_path / "some.safetensors"
+    size_bytes = write_arrays(path, {"a": np.arange(5, dtype="float32")}, WHO)
+    changed = bytearray(path.read_bytes())
+    begin = array_files.LENGTH_BYTES + int.from_bytes(changed[:8], "little")
+    changed[begin] ^= 1
+    path.write_bytes(bytes(changed))
+    with (
+        open_arrays(path, size_bytes, WHO) as file,
+        pytest.raises(DataError, match="have changed"),
+    ):
+        getattr(file, look)("a")
+
+
 def test_every_changed_byte_of_an_array_is_seen(tmp_path):
     path = tmp_path / "some.safetensors"
     given = {"a": np.arange(5, dtype="float32"), "b": np.arange(3, dtype="int8")}

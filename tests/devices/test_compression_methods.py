@@ -252,6 +252,12 @@ def test_top_k_sends_the_largest():
     assert (total != 0).sum() == 10
 
 
+def test_top_k_sends_no_fewer_numbers_than_its_ratio():
+    value = np.random.default_rng(0).standard_normal((7, 3)).astype("float32")
+    (total,), _ = exchange(TopK(0.1), [[value], [0 * value]])[0]
+    assert (total != 0).sum() == 3  # of 21
+
+
 def test_momentum_correction_is_that_of_the_paper():
     """u = m u + g; v = v + u; what is sent is 0 in both: algorithm 4, line by line."""
     method, momentum = TopK(0.25, momentum_correction=0.5, min_bytes=0), 0.5

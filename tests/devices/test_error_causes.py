@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdp.hosts.crash_report import cause_of
+from tfdp.cluster.crash_report import cause_of
 
 
 class Gathers(keras.layers.Layer):

@@ -241,6 +241,7 @@ def lars_in_numpy(weights, gradients, *, form, lr, decay=0.05, eta=0.01, momentu
     return values
 
 
+@pytest.mark.worth_seconds(4)
 @pytest.mark.parametrize("form", ["classic", "unscaled", "mlperf"])
 def test_lars_equals_its_equations(form, weights, gradients):
     optimizer = LARS(
@@ -310,6 +311,7 @@ def lamb_in_numpy(weights, gradients, *, form, lr=0.01, decay=0.1, clip=1.0):
     return values
 
 
+@pytest.mark.worth_seconds(5)
 @pytest.mark.parametrize("form", ["paper", "nvlamb"])
 def test_lamb_equals_its_equations(form, weights, gradients):
     result = run_keras(LAMB(0.01, form=form, weight_decay=0.1), weights, gradients)

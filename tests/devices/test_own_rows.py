@@ -258,7 +258,7 @@ def test_an_eager_replica_without_rows_takes_the_borrowed_one():
 
 def test_on_a_tpu_the_part_is_one_that_xla_compiles():
     """Not run on a TPU."""
-    compiled = tf.function(losses._known_part, jit_compile=True)
+    compiled = tf.function(losses._static_rows, jit_compile=True)
     x = tf.reshape(tf.range(24.0), (12, 2))
     np.testing.assert_array_equal(compiled(x, tf.constant(8), 4), x[8:])
     np.testing.assert_array_equal(compiled(x[:, 0], tf.constant(4), 4), x[4:8, 0])

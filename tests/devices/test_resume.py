@@ -5,6 +5,8 @@ several hosts are in tests/processes/test_resume.py.
 """
 
 import contextlib
+import json
+import random
 import signal
 import threading
 
@@ -18,6 +20,7 @@ from tests.devices.test_checkpoint import make_model
 from tests.support.parity import classification_data
 from tfdp._private import frames
 from tfdp._private.keras_loops import wrap_loop
+from tfdp.callbacks.training_state import put_back_random, random_now
 from tfdp.checkpoint import writer
 from tfdp.errors import CheckpointWarning, ConfigurationError, DataError
 
@@ -39,6 +42,13 @@ class BreakOff(keras.callbacks.Callback):
             if self.how is None:
                 raise Broken
             signal.raise_signal(self.how)
+
+
+def test_draws_of_python_and_numpy_go_on():
+    kept = json.loads(json.dumps(random_now()))
+    expected = random.random(), np.random.normal()
+    assert put_back_random(kept)
+    assert (random.random(), np.random.normal()) == expected
 
 
 class Shuffled(keras.utils.PyDataset):

@@ -249,6 +249,20 @@ def test_trains_to_the_weights_of_stage_0(name, stage):
     assert unequal_copies(model.weights) == []
 
 
+@pytest.mark.worth_seconds(15)
+def test_a_global_norm_is_that_of_all_shards():
+    x, y = classification_data()
+    with make_strategy(2, 3).scope():
+        model = keras.Sequential([keras.Input((12,)), layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(1.0, global_clipnorm=1e-2), "mse")
+    before = model.get_weights()
+    model.train_on_batch(x[:8], y[:8])
+    moved = [a - b for a, b in zip(model.get_weights(), before, strict=True)]
+    norm = np.sqrt(sum(np.square(part).sum() for part in moved))
+    # 13 weights below 2, each rounded by 2**-24: sqrt(13) 2**-24 of 0.01.
+    np.testing.assert_allclose(norm, 1e-2, rtol=2.4e-5)
+
+
 @pytest.mark.parametrize("stage", (1, 3))
 def test_averages_are_swapped_in_for_validation_and_out_again(stage):
     data = classification_data()

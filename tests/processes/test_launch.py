@@ -134,7 +134,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 LOSING = """
 import atexit
 from tfdp.errors import WorkerLostError
-from tfdp.hosts import crash_report
+from tfdp.cluster import crash_report
 
 crash_report.listen()
 if RANK == 0:
@@ -189,7 +189,7 @@ def test_who_lost_another_is_not_the_cause(launch, tmp_path, where, how):
 LEAVING = """
 from tfdp.cluster import progress
 from tfdp.errors import WorkerLostError
-from tfdp.hosts import crash_report
+from tfdp.cluster import crash_report
 
 crash_report.listen()
 {before}

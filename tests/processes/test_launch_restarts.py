@@ -247,6 +247,7 @@ wait_for("up1")
     assert said[len(lost) // 2].startswith("worker 1 failed first"), said
 
 
+@pytest.mark.worth_seconds(8)
 @pytest.mark.parametrize("saved", [0, 8])
 def test_a_signal_between_two_starts_ends_it(tmp_path, saved):
     script = f"progress.note_saved({saved})\nsys.exit(3)"
@@ -407,7 +408,7 @@ time.sleep(600)
 def test_who_only_lost_another_is_not_left_out(tmp_path):
     script = """
 from tfdp.errors import WorkerLostError
-from tfdp.hosts import crash_report
+from tfdp.cluster import crash_report
 
 crash_report.listen()
 print("start", RESTARTS, WORKERS)

@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.launching import Launches, is_alive, pids, wait_until
 from tests.support.workers import LONGEST_SECONDS
-from tfdp.hosts import crash_report
+from tfdp.cluster import crash_report
 from tfdp.launch import guard
 
 

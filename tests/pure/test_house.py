@@ -8,7 +8,13 @@ import re
 import pytest
 
 from tests.pure.test_layers import FACES, LAYERS, imported_modules, is_face_of, unit_of
-from tests.support.package_source import PACKAGE, REPOSITORY, imported_names, modules
+from tests.support.package_source import (
+    PACKAGE,
+    REPOSITORY,
+    imported_names,
+    modules,
+    parse,
+)
 
 PAGE = REPOSITORY.joinpath("docs", "house.md").read_text("utf-8")
 # A room of tools is `tools.tune`.
@@ -18,6 +24,11 @@ ROOMS = sorted(
     for path in PACKAGE.glob(pattern)
 )
 MODULES = modules()
+# They make a training step. Others use the names that the page lists.
+INNER_ROOMS = {"chain", "exchange", "hosts", "sharding", "step", "tracing"}
+# They are built on the inner rooms; "" hands public names on.
+BUILT_ON_THEM = {"", "strategies", "variables"}
+MOST_INNER_NAMES = 30
 MOST_LINES = 600
 MOST_CODE_LINES = 60
 MOST_LINES_OF_A_SCRIPT = 600
@@ -46,9 +57,50 @@ def test_the_table_holds_each_room_with_its_layer_and_its_first_line():
 
 def test_the_files_in_no_room_are_named():
     loose = {path.name for path in PACKAGE.glob("*.py")}
-    text = PAGE[PAGE.index("Files outside any room") : PAGE.index("## Three walks")]
+    text = PAGE[PAGE.index("Files outside any room") : PAGE.index("## What other")]
     assert set(re.findall(r"tfdp/(\w+\.py)", text)) == loose
     assert len(loose) <= 10
+
+
+def inner_names_used_in(module):
+    if unit_of(module.name).split(".")[0] in INNER_ROOMS | BUILT_ON_THEM:
+        return set()
+    names = {name.removeprefix("tfdp.") for _, name in imported_names(module)}
+    return {name for name in names if name.split(".")[0] in INNER_ROOMS}
+
+
+def listed_inner_names():
+    text = PAGE[PAGE.index("## What other rooms") : PAGE.index("## Three walks")]
+    return re.findall(r"`(\w+\.\w+(?:\.\w+)?)`", text)
+
+
+def test_other_rooms_use_the_listed_names_of_inner_rooms():
+    listed = listed_inner_names()
+    assert len(set(listed)) == len(listed) <= MOST_INNER_NAMES
+    assert set().union(*map(inner_names_used_in, MODULES)) == set(listed)
+
+
+def test_the_list_sees_an_import_of_another_name():
+    for source in (
+        "from tfdp.step.call import StepCall",
+        "def late():\n    import tfdp.hosts.ring",
+        "from tfdp.chain import stages",
+    ):
+        outside = parse(source, "tfdp.callbacks.example")
+        assert inner_names_used_in(outside) - set(listed_inner_names())
+
+
+@pytest.mark.parametrize("name", listed_inner_names())
+def test_a_listed_name_says_in_a_line_what_it_is(name):
+    [module] = [m for m in MODULES if f"tfdp.{name}.".startswith(f"{m.name}.")][-1:]
+    text = ast.get_docstring(module.tree)
+    last = name.rpartition(".")[2]
+    if module.name != f"tfdp.{name}":
+        defined = {getattr(node, "name", ""): node for node in module.tree.body}
+        source = REPOSITORY.joinpath(module.path).read_text("utf-8")
+        said = re.search(rf"^#: (.+)\n{last} = ", source, re.M)
+        text = said[1] if said else ast.get_docstring(defined[last])
+    assert len(text.partition("\n")[0]) > 30
 
 
 def test_every_file_that_is_named_is_there():

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.support.fresh_python import run_program
-from tfdp.hosts.crash_report import (
+from tfdp.cluster.crash_report import (
     CrashReport,
     cause_of,
     parse_crash_report,
@@ -76,7 +76,8 @@ PROGRAM = f"""
 GRAPH_ERROR = {CAUSES["OOM in a"]!r}
 import os
 from tfdp.errors import WorkerLostError
-from tfdp.hosts import crash_report, waits
+from tfdp.cluster import crash_report
+from tfdp.hosts import waits
 
 crash_report.listen()
 crash_report.listen()

@@ -9,7 +9,7 @@ import pytest
 import tfdp
 from tfdp.errors import CollectiveError, ConfigurationError
 from tfdp.hosts.late_queue import LateQueue
-from tfdp.optimizers.distributed import checked_sync
+from tfdp.step.distributed_optimizer import checked_sync
 
 
 class SumsByHand:

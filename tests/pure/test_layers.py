@@ -3,8 +3,8 @@
    10 tools      beside the core, up to 16: plans, reports, comparisons, the commands
     9 entry      `tfdp launch`
     8 face       the public names
-    7 user API   strategies, callbacks, the distributed optimizer
-    6 step       what a replica does in one step; files of a trained model
+    7 user API   strategies, callbacks, optimizers
+    6 step       a replica's step, the distributed optimizer; files of a model
     5 chain      one sum of gradients, and the features that take part; shards
     4 parts      variables, layers, losses, input
     3 exchange   from gradients to sums; what is known while a step is traced
@@ -91,7 +91,7 @@ PURE = {
     "tools.tune",
 }
 # Of the core, that tools import.
-MOST_INNER_MODULES = 34
+MOST_INNER_MODULES = 30
 FRAMEWORKS = {"tensorflow", "keras"}
 MODULES = modules()
 MODULE_NAMES = {module.name for module in MODULES}

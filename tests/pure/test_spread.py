@@ -53,6 +53,7 @@ QUESTIONS = {
         r"[sS]hard",
         (
             *("chain/shards", "cluster/", "data/", "launch/", "plan/shards"),
+            "strategies/absent_hosts",
             *("sharding/", "_private/grain"),
         ),
         37,
@@ -66,7 +67,7 @@ QUESTIONS = {
         r"\.is_local\b|groups_across|group_of\(|share_in_group|total_in_group"
         r"|LocalView|\.sync\b|train_in\(|train_apart|local_view",
         (
-            *("chain/groups", "exchange/late", "lint/", "optimizers/apart"),
+            *("chain/groups", "exchange/late", "lint/", "step/make_local"),
             *("step/async_means", "step/backup_rounds", "step/elastic_rounds"),
             *("step/late_sums", "step/local_", "step/own_pace", "step/owned"),
             *("step/quorum_rounds", "sync/", "variables/local_view"),

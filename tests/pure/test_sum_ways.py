@@ -5,7 +5,8 @@ import math
 
 import pytest
 
-from tfdp.hosts import recursive_doubling, worker_names
+from tfdp.cluster import worker_names
+from tfdp.hosts import recursive_doubling
 from tfdp.plan import sum_ways
 from tfdp.plan.sum_ways import (
     MOST_BYTES_GATHERED_OF_ALL,

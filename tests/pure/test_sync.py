@@ -7,7 +7,7 @@ import pytest
 
 import tfdp
 from tfdp.errors import ConfigurationError
-from tfdp.optimizers.distributed import checked_sync
+from tfdp.step.distributed_optimizer import checked_sync
 from tfdp.sync.rounds import fragments_of, synchronization_of
 
 DILOCO, LOCAL_SGD = tfdp.sync.DiLoCo, tfdp.sync.LocalSGD

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from tests.support.workers import free_port
+from tfdp.cluster.worker_names import name_workers
 from tfdp.hosts import exchange_watch, waits
 from tfdp.hosts.exchange_watch import ExchangeWatch
 from tfdp.hosts.socket_link import SocketLink
-from tfdp.hosts.worker_names import name_workers
 
 # Worker 2; on a busy machine the word of another may be late, too.
 LATE = r"for workers? (\d, )?2\."

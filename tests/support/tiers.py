@@ -1,7 +1,7 @@
 """Which rows each tier of the tests runs, by how long people wait.
 
 quick  what is pure, and the rows marked `quick`
-test   of every test function a fixed sample of its rows, of all other rows one in 48,
+test   of every test function a fixed sample of its rows, of all other rows one in 24,
        others at each commit, and what imports a changed module; tests/planted_faults.py
        shows that this finds what it should
 rest   what `test` leaves out, the rows marked `slow` too
@@ -28,9 +28,9 @@ TIERS = ("quick", "test", "rest", "all")
 #: `worth_seconds` gives another number.
 ROWS_SECONDS = 1.5
 #: The share of it that the fixed sample has. The rest is for the rows of the round.
-FIXED_SHARE = 0.1
+FIXED_SHARE = 0.2
 #: After so many commits every row that is not marked slow has run.
-ROUNDS = 48
+ROUNDS = 24
 #: What the rows that import a changed module may take beyond the two samples.
 AFFECTED_SECONDS = 60.0
 #: What the rows of tools may take together, where no tool has changed.
@@ -38,7 +38,7 @@ TOOLS_SECONDS = 10.0
 #: What the rows of a function marked `quick` may take together, in that tier.
 TOUR_SECONDS = 6.0
 #: What a single row may take where none fits.
-QUICKEST_ROW_SECONDS = 3.5
+QUICKEST_ROW_SECONDS = 2.5
 #: Shorter ones are not written down.
 LEAST_SECONDS = 0.1
 #: Names the round; see `round_of_commit`.
@@ -97,8 +97,8 @@ def git(*arguments: str) -> str:
 def round_of_commit() -> int:
     """The number by which the tier `test` draws: that of the commit in its history.
 
-    Hashes alone promise nothing: 48 of them leave a third of all rows out. The numbers
-    of 48 commits in a row cover all. A clone without history draws by the
+    Hashes alone promise nothing: 24 of them leave a third of all rows out. The numbers
+    of 24 commits in a row cover all. A clone without history draws by the
     hash, files without git by the day. TFDP_TEST_SEED overrides them.
     """
     if os.environ.get(SEED_VARIABLE):
@@ -199,7 +199,7 @@ class Draw:
     """What the tier `test` draws its rows by.
 
     Args:
-      number: of the round; 48 that follow each other cover every row.
+      number: of the round; 24 that follow each other cover every row.
       nearness: from the file of a test to the number of imports between it and a
         changed module.
       tools: whether a tool has changed.

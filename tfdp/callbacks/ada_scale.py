@@ -9,10 +9,9 @@ import keras
 
 from tfdp.callbacks.gradient_noise_scale import GradientNoiseScale
 from tfdp.callbacks.other_callbacks import Logs, refuse_others
-from tfdp.chain.norms import NormsOfStep
 from tfdp.checks import is_number
 from tfdp.errors import ConfigurationError
-from tfdp.plan.noise_scale import ada_scale_gain
+from tfdp.plan.noise_scale import NormsOfStep, ada_scale_gain
 from tfdp.plan.schedule_formulas import check_rate
 
 

@@ -9,11 +9,14 @@ import keras
 
 from tfdp._private.optimizer_hooks import momentum_compression_of
 from tfdp.callbacks.other_callbacks import Logs
-from tfdp.chain.norms import NormsOfStep
 from tfdp.checks import is_number
 from tfdp.errors import ConfigurationError
-from tfdp.plan.noise_scale import NoiseAverage, NoiseEstimate, split_norms
-from tfdp.step.find_optimizers import optimizers_of, optimizers_with_sync
+from tfdp.plan.noise_scale import NoiseAverage, NoiseEstimate, NormsOfStep, split_norms
+from tfdp.step.find_optimizers import (
+    innermost_optimizers,
+    optimizers_of,
+    optimizers_with_sync,
+)
 from tfdp.step.norms_reader import NormsReader
 from tfdp.strategies.gather_from_hosts import refuse_without_graphs
 
@@ -176,8 +179,6 @@ class GradientNoiseScale(keras.callbacks.Callback):
 def _check_can_measure(model: keras.Model, name: str) -> None:
     strategy, optimizer = model.distribute_strategy, model.optimizer
     refuse_without_graphs(model, name)
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    leaves = getattr(inner, "optimizers", None) or [inner]
     why = None
     if strategy.extended.reducer.transport.replicas == 1:
         why = (
@@ -190,7 +191,7 @@ def _check_can_measure(model: keras.Model, name: str) -> None:
             "replica has a part of them. Estimate without shard, on a smaller model"
         )
     elif getattr(optimizer, "accumulate_steps", 1) > 1 or any(
-        leaf.gradient_accumulation_steps for leaf in leaves
+        leaf.gradient_accumulation_steps for leaf in innermost_optimizers(optimizer)
     ):
         why = (
             "measures the gradients of one batch, but this optimizer accumulates "

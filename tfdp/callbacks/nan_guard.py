@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfdp.callbacks.other_callbacks import Logs, refuse_others
 from tfdp.callbacks.step_count import StepCount, check_count, is_due
-from tfdp.chain.compression import STATE
+from tfdp.chain.compression import compression_entries
 from tfdp.chain.finite_guard import FiniteGuard
 from tfdp.checks import check_one_of
 from tfdp.errors import ConfigurationError, NotFiniteError, NotFiniteWarning
@@ -24,7 +24,7 @@ from tfdp.step.find_optimizers import (
     optimizers_with_sync,
 )
 from tfdp.step.finite_trace import NotFinite, find_not_finite, weights_not_finite
-from tfdp.step.observers import attach, detach
+from tfdp.step.observers import attach
 from tfdp.strategies.gather_from_hosts import (
     first_rank_of,
     gather_from_hosts,
@@ -143,7 +143,7 @@ class NaNGuard(keras.callbacks.Callback):
         extended, stops = self.model.distribute_strategy.extended, self.on_nan != "skip"
         devices = len(extended.worker_devices)
         self._guard = FiniteGuard(self.model, extended.reducer, devices, stops=stops)
-        attach(self.model, self._guard)
+        self._detach = attach(self.model, self._guard)
         self.model.make_train_function(force=True)
         self._steps, self._has_warned = StepCount(), False
         self._copy = KeptCopy(self.model) if self.on_nan == "rollback" else None
@@ -188,7 +188,7 @@ class NaNGuard(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Logs = None) -> None:
         if self._guard is not None:
-            detach(self.model, self._guard)
+            self._detach()
         self._guard = self._copy = None
         self.model.make_train_function(force=True)
 
@@ -404,6 +404,5 @@ def _copies(model: keras.Model) -> Iterator[tf.Variable]:
 def _residuals_of(model: keras.Model) -> Iterator[tf.Variable]:
     """Residuals of compressed sums, which the first sum creates."""
     for optimizer in optimizers_of(model):
-        state = getattr(optimizer, STATE, None)
-        if state is not None:
-            yield from state.copies
+        for of_ranks in compression_entries(optimizer).values():
+            yield from of_ranks.copies

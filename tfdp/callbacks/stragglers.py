@@ -15,7 +15,7 @@ from tfdp.checks import check_whole
 from tfdp.errors import ConfigurationError
 from tfdp.plan.stragglers import Scores, SlowWorker
 from tfdp.step.find_optimizers import optimizers_of, optimizers_with_sync
-from tfdp.step.observers import attach, detach
+from tfdp.step.observers import attach
 from tfdp.strategies.gather_from_hosts import refuse_without_graphs
 
 # Fewer steps do not show what is usual.
@@ -94,7 +94,7 @@ class Stragglers(keras.callbacks.Callback):
         self._times, self._scores = StepTimes(strategy), Scores(cluster.workers)
         others = callbacks_around(self.model)
         self._recorders = [one for one in others if hasattr(one, "note_straggler")]
-        attach(self.model, self._times)
+        self._detach = attach(self.model, self._times)
         self.model.make_train_function(force=True)
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
@@ -121,7 +121,7 @@ class Stragglers(keras.callbacks.Callback):
 
     def _close(self) -> None:
         if self._times is not None:
-            detach(self.model, self._times)
+            self._detach()
         self._times = None
 
     def _report(self, times: StepTimes) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import keras
 
 from tfdp.callbacks.other_callbacks import Logs
-from tfdp.exchange.reducer import reducer_of
+from tfdp.errors import ConfigurationError
 from tfdp.exchange.traffic import TrafficMeter
-from tfdp.exchange.transport import Transport
 from tfdp.strategies.gather_from_hosts import refuse_strategy, refuse_without_graphs
 
 
@@ -138,7 +138,7 @@ class Reading:
 class TrafficReader:
     """Counts what replicas of this process send, in graphs built from now on."""
 
-    def __init__(self, transport: Transport | None):
+    def __init__(self, transport: Any):
         self._transport = transport
         self._meter = TrafficMeter()
         if transport is not None:
@@ -161,12 +161,15 @@ class TrafficReader:
             self._transport.traffic.meters.discard(self._meter)
 
 
-def transport_of(model: keras.Model, name: str) -> Transport | None:
+def transport_of(model: keras.Model, name: str) -> Any:
     """The transport of the steps of `model`; None: one replica; errors show `name`."""
-    strategy = model.distribute_strategy
-    if reducer_of(strategy) is None and strategy.num_replicas_in_sync == 1:
-        return None
-    refuse_strategy(strategy, name)
+    strategy: Any = model.distribute_strategy
+    try:
+        refuse_strategy(strategy, name)
+    except ConfigurationError:
+        if strategy.num_replicas_in_sync == 1:
+            return None
+        raise
     transport = strategy.extended.reducer.transport
     if transport.replicas > 1:
         refuse_without_graphs(model, name)

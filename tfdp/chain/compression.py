@@ -193,8 +193,13 @@ def _state_of(optimizer: Optimizer, compressed: CompressedSums) -> CompressionSt
     return state
 
 
-def compression_entries(optimizer: Optimizer) -> dict[str, OfRanks]:
-    """An optimizer's compression state, by name."""
+def compression_entries(
+    optimizer: Optimizer, to_make: Sequence[str] = ()
+) -> dict[str, OfRanks]:
+    """An optimizer's compression state, by name; first creates entries named `to_make`,
+    which exist after the first step only."""
+    if to_make:
+        _make_entries(optimizer, to_make)
     state = getattr(optimizer, STATE, None)
     if state is None:
         return {}
@@ -206,8 +211,7 @@ def compression_entries(optimizer: Optimizer) -> dict[str, OfRanks]:
     return entries
 
 
-def make_compression_entries(optimizer: Optimizer, names: Sequence[str]) -> None:
-    """Creates `compression_entries` with these names before the first step."""
+def _make_entries(optimizer: Optimizer, names: Sequence[str]) -> None:
     rounds = getattr(optimizer, "rounds", None)
     strategy = strategy_of(optimizer)
     reducer = getattr(strategy.extended, "reducer", None)
@@ -216,7 +220,7 @@ def make_compression_entries(optimizer: Optimizer, names: Sequence[str]) -> None
     by_momentum = momentum_compression_of(optimizer)
     if by_momentum is not None and reducer is not None:
         compressed = reducer.compressed_by(by_momentum.method, by_momentum.across)
-    if compressed is None or not names:
+    if compressed is None:
         return
     state = _state_of(optimizer, compressed)
     variables = variables_built_with(inner)

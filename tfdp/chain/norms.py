@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
 from tfdp._private.names import make_note
 from tfdp.chain.reduction import Reduction, Stage, scale_when_summed
 from tfdp.errors import ConfigurationError
+from tfdp.plan.noise_scale import NormsOfStep
 from tfdp.tracing.step import Step
-
-
-class NormsOfStep(NamedTuple):
-    """The arguments of `tfdp.plan.noise_scale.split_norms`."""
-
-    small: float
-    big: float
-    parts: float
-    rows: float
 
 
 class NoiseProbe(Stage):

@@ -57,7 +57,7 @@ class Table:
 
 
 def tables_of(network: keras.Model) -> list[Table]:
-    """The tables of a built model with gradients that are rows. Those that a model
+    """The embedding tables of a built model with gradients that are rows. Those that it
     looks up by hand, or with an unknown number of words per sample, count as dense."""
     given = [id(tensor) for tensor in getattr(network, "inputs", None) or ()]
     trained = {id(variable) for variable in network.trainable_variables}

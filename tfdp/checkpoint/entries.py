@@ -27,7 +27,7 @@ from tfdp._private.optimizer_hooks import ACCUMULATOR_NAME, WEIGHT_NAME, shards_
 from tfdp._private.variable_hooks import assign_each
 from tfdp.chain.compression import compression_entries
 from tfdp.sharding.variables import ShardedVariable
-from tfdp.step.find_optimizers import make_equal, optimizers_of
+from tfdp.step.find_optimizers import optimizers_of
 from tfdp.variables.global_seed import global_seed_states
 from tfdp.variables.local_view import LocalView
 from tfdp.variables.mirrored import is_seed_state
@@ -72,7 +72,8 @@ def entries_of(model: keras.Model) -> dict[str, Entry]:
     seen: set[int] = set()
     optimizers = optimizers_of(model)
     for optimizer in optimizers:
-        make_equal(optimizer)
+        if hasattr(optimizer, "make_equal"):
+            optimizer.make_equal()
     rules = _rules_of_differing(model, optimizers)
 
     def add(group: str, variables: Any) -> None:

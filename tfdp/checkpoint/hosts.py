@@ -12,7 +12,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp.errors import CollectiveError, ConfigurationError
-from tfdp.hosts.messages import read_as
 
 POLL_SECONDS = 0.5
 
@@ -43,23 +42,15 @@ class Hosts:
 
     def number_of_chief(self, number: int, label: str) -> int:
         """Worker 0's number on every host; a collective."""
-        if self.link is None:
-            return number
         return int(self._from_chief(np.array(number, np.int64), label))
 
     def text_of_chief(self, text: str) -> str:
         """Worker 0's text on every host; a collective."""
-        if self.link is None:
-            return text
-        mine = text.encode() if self.is_chief else b""
-        return _text(self.link.gather(mine, "text of worker 0")[0], 0)
+        return self.texts(text if self.is_chief else "", "text of worker 0")[0]
 
     def texts(self, text: str, label: str) -> list[str]:
         """Every host's text, by rank; a collective."""
-        if self.link is None:
-            return [text]
-        blobs = self.link.gather(text.encode(), label)
-        return [_text(blob, rank) for rank, blob in enumerate(blobs)]
+        return [text] if self.link is None else self.link.gather_texts(text, label)
 
     def share_note(
         self, key: str, note: str, has_deadline: bool = True
@@ -75,10 +66,6 @@ class Hosts:
     def without_note(self, key: str) -> list[int]:
         """The workers that have sent no note under `key`."""
         return [0] if self.link is None else self.link.without_note(key)
-
-
-def _text(blob: bytes, rank: int) -> str:
-    return read_as(lambda data: bytes(data).decode(), blob, rank, "text")
 
 
 def hosts_of(strategy: tf.distribute.Strategy) -> Hosts:

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 from tfdp._private.optimizer_hooks import ACCUMULATOR_NAME, strategy_of
-from tfdp.chain.compression import compression_entries, make_compression_entries
+from tfdp.chain.compression import compression_entries
 from tfdp.checkpoint.array_files import ArrayFile, open_arrays
 from tfdp.checkpoint.entries import Entry, ReplicaValues, entries_of, sum_of
 from tfdp.checkpoint.hosts import Hosts
@@ -124,8 +124,7 @@ def _create_lazy_state(model: keras.Model, manifest: Manifest) -> None:
         group = f"optimizer{number}{COMPRESSION}"
         names = [n.removeprefix(group) for n in manifest.entries if n.startswith(group)]
         if names and strategy_of(optimizer) is not None:
-            make_compression_entries(optimizer, names)
-            if not compression_entries(optimizer):
+            if not compression_entries(optimizer, names):
                 raise ConfigurationError(
                     "The checkpoint holds residuals of compressed gradients, which "
                     "would be lost: this run does not compress. Train with the "

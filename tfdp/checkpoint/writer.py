@@ -32,10 +32,10 @@ from tfdp.checkpoint.manifest import (
 )
 from tfdp.checkpoint.restored import identity
 from tfdp.cluster import progress
+from tfdp.cluster.worker_names import name_workers
 from tfdp.data.places import Place
 from tfdp.errors import CheckpointWarning, DataError, TfdpError
 from tfdp.files.checked_json import parse_json
-from tfdp.hosts.worker_names import name_workers
 
 # Of failed workers: a full shared disk fails on each of them.
 MOST_NAMED = 8

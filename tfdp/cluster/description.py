@@ -42,8 +42,6 @@ class Cluster:
     Raises:
       ClusterError: a value is out of range.
 
-    >>> Cluster(workers=2, rank=1, coordinator="node1:20000").is_coordinator
-    False
     >>> Cluster(workers=2, rank=2, coordinator="node1:20000")
     Traceback (most recent call last):
     ...
@@ -88,11 +86,6 @@ Received: 2.
             checked_job_key(self.job_key, "Cluster.job_key")
         if not isinstance(self.job, str):
             raise ClusterError(f"Cluster.job must be a str. Received: {self.job!r}.")
-
-    @property
-    def is_coordinator(self) -> bool:
-        """Whether this is worker 0, at `coordinator`."""
-        return self.rank == 0
 
 
 def join_address(host: str, port: int | str) -> str:

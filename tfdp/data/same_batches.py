@@ -20,7 +20,6 @@ import tensorflow as tf
 
 from tfdp.errors import CollectiveError
 from tfdp.hosts.host_link import HostLink
-from tfdp.hosts.messages import sentence
 from tfdp.hosts.python_calls import counted
 
 UNKNOWN = int(tf.data.UNKNOWN_CARDINALITY)
@@ -219,7 +218,7 @@ class _Comparison:
             difference = self._difference(place)
             if difference is not None:
                 self._link.give_up(difference)
-                raise CollectiveError(sentence(difference))
+                raise _error(difference)
         return np.int64(place)
 
     def _end_of(self, place: int) -> str:
@@ -279,7 +278,7 @@ def _check_same(rank: int, theirs: dict[str, Any], first: dict[str, Any]) -> Non
     is_empty = [host["first"] is None for host in (theirs, first)]
     if (None not in counts and counts[0] != counts[1]) or is_empty[0] != is_empty[1]:
         mine, others = map(_count_text, counts)
-        raise CollectiveError(sentence(_other_number(rank, mine, 0, others)))
+        raise _error(_other_number(rank, mine, 0, others))
     if theirs["first"] != first["first"]:
         raise CollectiveError(
             f"Worker {rank} reads another first batch than worker 0. Each worker takes "
@@ -287,6 +286,10 @@ def _check_same(rank: int, theirs: dict[str, Any], first: dict[str, Any]) -> Non
             "(tf.random.set_seed with one number on all workers), or make each "
             "worker's own part with strategy.distribute_datasets_from_function."
         )
+
+
+def _error(reason: str) -> CollectiveError:
+    return CollectiveError(f"{reason[0].upper()}{reason[1:]}.")
 
 
 def _other_number(rank: int, number: Any, other_rank: int, other: Any) -> str:

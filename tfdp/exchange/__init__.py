@@ -21,6 +21,7 @@ choose_engine           which engine suits which devices
 packing                 several tensors or shards in one buffer
 wire_types              number types on the wire
 traffic                 how many bytes a step sends
+op_names                how a reader of a graph recognizes exchanges
 
 Every replica makes all calls once, in replica context, while a graph is built.
 """

@@ -15,19 +15,16 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfdp.compression.method import Exchanged, Method, Slots
+from tfdp.exchange.op_names import COMPRESSED_SUM, WHERE_FINITE
 from tfdp.exchange.packing import Tensors
 from tfdp.exchange.peers import PeerGroup
 from tfdp.lint.registry import register_exchanged
 from tfdp.plan.buckets import TensorInfo, plan_buckets
 from tfdp.plan.communication import Communication
 
-#: In the names of ops that compress.
-COMPRESSED_SUM = "tfdp_compressed_sum"
 # Long enough for any network. Longer messages delay the first send, which waits until
 # its message is encoded, and lengthen the decoding and adding of the last.
 MESSAGE_BYTES = 2 << 20
-#: The conditional that returns the sums where all numbers are finite.
-WHERE_FINITE = "tfdp_where_finite"
 
 
 class Kept(NamedTuple):

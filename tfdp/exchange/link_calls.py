@@ -12,14 +12,11 @@ import tensorflow as tf
 
 from tfdp._private import names
 from tfdp._private.step_ops import graphs_called, run_behind
+from tfdp.exchange.op_names import LINK_BEGIN, LINK_CALL
 from tfdp.exchange.packing import Tensors
 from tfdp.hosts.async_exchanges import AsyncExchanges
 from tfdp.hosts.python_calls import counted
 from tfdp.lint.op_kinds import calls_python, is_call, is_control_flow
-
-#: The names of their ops.
-LINK_CALL = "tfdp_link_call"
-LINK_BEGIN = "tfdp_link_begin"
 
 #: A call passes it to the next one, to order them.
 TOKEN = np.uint8(0)

@@ -57,7 +57,7 @@ def merge_rows(slices: tf.IndexedSlices) -> tf.IndexedSlices:
 
 
 def join_rows(parts: list[tf.IndexedSlices], *, summed: bool) -> tf.IndexedSlices:
-    """The rows of all parts in their order, or with `summed` each index once."""
+    """Joins the rows of all parts, in order; with `summed` each index once."""
     first = parts[0]
     if len(parts) > 1:
         first = tf.IndexedSlices(

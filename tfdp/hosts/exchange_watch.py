@@ -10,11 +10,11 @@ import contextlib
 import threading
 from collections.abc import Callable
 
+from tfdp.cluster.worker_names import name_workers
 from tfdp.errors import CollectiveError, WorkerLostError
 from tfdp.hosts.host_link import HostLink
 from tfdp.hosts.membership import SuspendDetector, boot_seconds
 from tfdp.hosts.waits import NOTICE_SECONDS, late_reason, log_lost, log_waiting
-from tfdp.hosts.worker_names import name_workers
 
 LOOK_SECONDS = 0.2
 # A busy machine may delay the thread by this much.

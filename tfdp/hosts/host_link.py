@@ -10,6 +10,8 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from tfdp.hosts.messages import read_as
+
 # For training steps; for host-side calls; for sums in flight across steps; and a second
 # one for steps that run two exchanges at a time.
 CHANNELS = ("step", "host", "late", "ahead")
@@ -142,6 +144,14 @@ class HostLink(abc.ABC):
 
         Cost: H - 1 times a worker's bytes sent per worker, in ceil(log2 H) rounds.
         """
+
+    def gather_texts(self, text: str, label: str) -> list[str]:
+        """All workers' texts, by rank."""
+        blobs = self.gather(text.encode(), label)
+        return [
+            read_as(lambda data: bytes(data).decode(), blob, rank, "text")
+            for rank, blob in enumerate(blobs)
+        ]
 
     @abc.abstractmethod
     def gather_memory(self, memory: np.ndarray, label: str) -> list[memoryview]:

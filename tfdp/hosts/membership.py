@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
-from tfdp.hosts.crash_report import current_report
+from tfdp.cluster.crash_report import current_report
 from tfdp.hosts.host_link import CHANNELS
 from tfdp.hosts.messages import checked_integer, checked_text, parse_object
 

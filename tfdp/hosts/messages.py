@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from tfdp.checks import is_number, is_whole
+from tfdp.cluster.worker_names import name_workers
 from tfdp.errors import CollectiveError
-from tfdp.hosts.worker_names import name_workers
 
 MOST_REASON_CHARACTERS = 4096
 MOST_CHARACTERS = 255  # of a host name or version

@@ -24,6 +24,7 @@ from absl import logging
 
 from tfdp.cluster.addresses import LOOPBACK, free_port
 from tfdp.cluster.description import join_address
+from tfdp.cluster.worker_names import name_workers
 from tfdp.errors import CollectiveError, ConfigurationError, MissingDependencyError
 from tfdp.hosts.buffers import put_own, views_of, wholes_of
 from tfdp.hosts.connect import SESSION_BYTES, session_secret
@@ -31,7 +32,6 @@ from tfdp.hosts.host_link import Arrays, Packed, Ranges
 from tfdp.hosts.ring import part_edges, round_to, wire_type
 from tfdp.hosts.server_guard import source_address
 from tfdp.hosts.socket_link import SocketLink
-from tfdp.hosts.worker_names import name_workers
 
 # Types that MPI can add; float16 and bfloat16 use the sockets.
 MPI_TYPES = frozenset("fdilq") | frozenset("bBhHILQ")

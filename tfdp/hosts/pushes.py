@@ -28,9 +28,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from tfdp.checks import is_number
+from tfdp.cluster.crash_report import note_lost_worker
+from tfdp.cluster.worker_names import name_workers
 from tfdp.errors import CollectiveError, WorkerLostError
 from tfdp.hosts.connect import HANDSHAKE_SECONDS, SESSION_BYTES, dial, session_secret
-from tfdp.hosts.crash_report import note_lost_worker
 from tfdp.hosts.elastic_transfers import DamagedArrayError, Watched
 from tfdp.hosts.host_link import HostLink
 from tfdp.hosts.listener import Listener, listen_at
@@ -43,7 +44,6 @@ from tfdp.hosts.messages import (
     read_as,
 )
 from tfdp.hosts.waits import NEWS_SECONDS, NOTICE_SECONDS, late_reason, log_waiting
-from tfdp.hosts.worker_names import name_workers
 from tfdp.plan.shards import ShardLayout
 
 MOST_COUNT = 2**62

@@ -61,7 +61,7 @@ class PythonCalls:
 
 
 _calls = PythonCalls()
-#: For what is handed to `tf.numpy_function`.
+#: Wraps what `tf.numpy_function` calls: the process waits at exit until it has ended.
 counted = _calls.counted
 
 

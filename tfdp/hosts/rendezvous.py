@@ -29,6 +29,7 @@ from typing import Any
 from tfdp._version import __version__
 from tfdp.cluster.addresses import unknown_name_seconds
 from tfdp.cluster.description import join_address, split_address
+from tfdp.cluster.worker_names import name_workers
 from tfdp.errors import CollectiveError
 from tfdp.hosts.connect import (
     HANDSHAKE_SECONDS,
@@ -54,7 +55,6 @@ from tfdp.hosts.messages import (
 )
 from tfdp.hosts.shared_memory import NoAnswer, SharedMemory, share_memory
 from tfdp.hosts.wire import has_ended, read_line, write_line
-from tfdp.hosts.worker_names import name_workers
 from tfdp.plan.sum_ways import distances
 
 MOST_WAIT_SECONDS = 7 * 24 * 3600.0

@@ -20,12 +20,12 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from tfdp.cluster.crash_report import note_lost_worker
 from tfdp.errors import WorkerLostError
 from tfdp.hosts.buffers import BufferPool, put_own, views_of, wholes_of
 from tfdp.hosts.channel import Channel, drain
 from tfdp.hosts.checked_wire import DamagedBlockError, crc32c
 from tfdp.hosts.collective_fingerprint import CollectiveMismatch, fingerprint_of
-from tfdp.hosts.crash_report import note_lost_worker
 from tfdp.hosts.host_link import (
     CHANNELS,
     MOST_GATHERED_BYTES,

@@ -13,11 +13,11 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from tfdp.cluster.worker_names import name_workers
 from tfdp.errors import CollectiveError, WorkerLostError
 from tfdp.hosts.host_link import NOTHING_TO_COMPARE, Compared
 from tfdp.hosts.membership import END_OF_SCRIPT, Membership
 from tfdp.hosts.messages import checked_integer, checked_text, parse_object, sentence
-from tfdp.hosts.worker_names import name_workers
 
 # Channels whose exchanges follow the program's order; and those of exchanges that the
 # program begins in its order, and another thread runs later.

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 from absl import logging
 
+from tfdp.cluster.crash_report import note_lost_worker
+from tfdp.cluster.worker_names import name_workers
 from tfdp.errors import CollectiveError
 from tfdp.hosts.channel import Channel
 from tfdp.hosts.checked_wire import DamagedBlockError
 from tfdp.hosts.collective_fingerprint import CollectiveMismatch, difference
-from tfdp.hosts.crash_report import note_lost_worker
 from tfdp.hosts.membership import END_OF_SCRIPT, Membership
-from tfdp.hosts.worker_names import name_workers
 
 NOTICE_SECONDS = 5.0
 SAME_CALLS = (

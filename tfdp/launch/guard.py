@@ -21,7 +21,7 @@ import sys
 import time
 
 FOLDER_PREFIX = "tfdp-launch-"  # name prefix of the launcher's folder
-#: The variable with the folder's path; also in `tfdp.hosts.crash_report`.
+#: The variable with the folder's path; also in `tfdp.cluster.crash_report`.
 FOLDER_VARIABLE = "TFDP_LAST_WORDS"
 POLL_SECONDS = 0.05
 

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from tfdp.cluster.crash_report import cause_of
 from tfdp.cluster.progress import START_AGAIN, Progress
-from tfdp.hosts.crash_report import cause_of
 from tfdp.launch.cause import first_failure, report_of_all, restart_requests
 from tfdp.launch.console import POLL_SECONDS, Console
 from tfdp.launch.group import Group

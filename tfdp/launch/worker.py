@@ -12,10 +12,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import BinaryIO, cast
 
-from tfdp.cluster import progress
+from tfdp.cluster import crash_report, progress
+from tfdp.cluster.crash_report import CrashReport, parse_crash_report, read_crash_report
 from tfdp.cluster.progress import START_AGAIN, Progress, parse_progress, read_progress
-from tfdp.hosts import crash_report
-from tfdp.hosts.crash_report import CrashReport, parse_crash_report, read_crash_report
 from tfdp.launch.guard import group_exists, signal_group
 from tfdp.launch.output import CRASH_MARK, PROGRESS_MARK, LineReceiver, LineRelay, Tail
 from tfdp.launch.signals import signal_name

@@ -27,12 +27,12 @@ from tfdp._private.names import VariableWatcher, replicas_of, stop_recording
 from tfdp._private.step_ops import operations_within, reads_only_shapes
 from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError, TooLateWarning
-from tfdp.exchange.ordering import exchanges_of
 from tfdp.layers import recompute
 from tfdp.layers.segments import cut_in_segments
 from tfdp.lint.op_kinds import assigns, draws
 from tfdp.seams.replace import replace, restore
-from tfdp.tracing.step import current_step, name_of_gradient
+from tfdp.tracing.gradient_exchanges import exchanges_of_gradient
+from tfdp.tracing.step import current_step
 from tfdp.variables.global_seed import drawing_globally
 
 LayerOrModel = TypeVar("LayerOrModel", bound=keras.layers.Layer)
@@ -184,14 +184,14 @@ def _twice(block: keras.layers.Layer, call: Callable, prefetch: int) -> Callable
         variables += recompute.read_besides(
             watcher, recompute.own_copies(block.variables)
         )
-        name = name_of_gradient()
+        in_order = exchanges_of_gradient()
 
         def backward(*upstream: Any) -> list[Any]:
             # Not in the forward pass: prediction needs no gradient.
             _refuse_other_draws(block, others)
             inputs = list(zip(tensors, masks, strict=True))
             given = compute_again, inputs, upstream, variables, stored, draws, prefetch
-            with exchanges_of(name):
+            with in_order():
                 return _gradients(block, *given)
 
         recompute.record_gradient(outputs, tensors, variables, backward)

@@ -10,7 +10,6 @@ import keras
 import tensorflow as tf
 
 from tfdp.errors import ConfigurationError
-from tfdp.exchange.ordering import exchanges_of
 from tfdp.layers.moments import (
     Moments,
     at_least_one,
@@ -21,7 +20,8 @@ from tfdp.layers.moments import (
     unpack,
 )
 from tfdp.layers.replica_group import ReplicaGroup
-from tfdp.tracing.step import current_step, name_of_gradient
+from tfdp.tracing.gradient_exchanges import exchanges_of_gradient
+from tfdp.tracing.step import current_step
 
 
 def check_group_size(value: Any) -> int | None:
@@ -299,7 +299,7 @@ def normalize(
     # Outside `apply`, where tapes record it: second derivatives need it.
     inverse = tf.math.rsqrt(moments.variance + epsilon)
 
-    name = name_of_gradient()
+    in_order = exchanges_of_gradient()
 
     @tf.custom_gradient
     def apply(x, scale, offset):
@@ -312,7 +312,7 @@ def normalize(
             xhat = (x - spread(moments.mean)) * spread(inverse)
             channels = scale.shape[0]
             sums = [channel_sums(part, axis, channels) for part in (dy, dy * xhat)]
-            with exchanges_of(name):
+            with in_order():
                 totals = group.sum_within(tf.concat(sums, axis=0))
             divisor = at_least_one(moments.count)
             mean_dy, mean_dy_xhat = (s / divisor for s in tf.split(totals, 2))

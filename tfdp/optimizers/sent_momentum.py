@@ -13,7 +13,7 @@ from tfdp._private.optimizer_hooks import CLIPPING, DecayHooks, variable_index
 from tfdp.checks import is_whole
 from tfdp.compression.method import Method, MomentumCompression, SentMomenta
 from tfdp.errors import ConfigurationError, ScopeError
-from tfdp.tracing.step import Step, current_step
+from tfdp.tracing.step import current_step
 
 
 class SentMomentum(DecayHooks):
@@ -55,8 +55,14 @@ class SentMomentum(DecayHooks):
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         """One update; see `keras.optimizers.Optimizer.apply`."""
         strategy, found = tf.distribute.get_strategy(), current_step()
-        if found is not None and found[0].replicas > 1 and found[0].is_updating:
-            self._refuse_gradients_sent(found[0])
+        step = None if found is None or found[0].replicas == 1 else found[0]
+        if step and step.is_updating and id(self) not in step.of(SentMomenta):
+            raise ConfigurationError(
+                f"{type(self).__name__} is held by another optimizer, for which "
+                "gradients were summed uncompressed: its momentum would not be sent. "
+                "Give it to compile, alone or in tfdp.DistributedOptimizer or "
+                "keras.optimizers.LossScaleOptimizer."
+            )
         if replicas_of(strategy) > 1 and found is None:
             raise ScopeError(
                 f"{type(self).__name__} is used under {type(strategy).__name__}, which "
@@ -64,15 +70,6 @@ class SentMomentum(DecayHooks):
                 "or tfdp.MultiHostDataParallelStrategy."
             )
         return super().apply(grads, trainable_variables)
-
-    def _refuse_gradients_sent(self, step: Step) -> None:
-        if id(self) not in step.of(SentMomenta):
-            raise ConfigurationError(
-                f"{type(self).__name__} is held by another optimizer, for which "
-                "gradients were summed uncompressed: its momentum would not be sent. "
-                "Give it to compile, alone or in tfdp.DistributedOptimizer or "
-                "keras.optimizers.LossScaleOptimizer."
-            )
 
     def get_config(self) -> dict[str, Any]:
         return {

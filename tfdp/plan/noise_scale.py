@@ -13,11 +13,21 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 # 95% of a standard normal distribution are within.
 NORMAL_QUANTILE = 1.959963984540054
 # Fewer steps do not determine their own variance.
 FEWEST_STEPS = 3.0
+
+
+class NormsOfStep(NamedTuple):
+    """The squared norms of one step: the arguments of `split_norms`."""
+
+    small: float
+    big: float
+    parts: float
+    rows: float
 
 
 def split_norms(

@@ -29,7 +29,7 @@ from tfdp.sharding.variables import (
     check_whole_gradient,
     shard_update,
 )
-from tfdp.tracing.step import name_of_gradient
+from tfdp.tracing.gradient_exchanges import name_of_gradient
 from tfdp.variables.in_shards import InShards, distributed_of
 
 # Arguments for creating a whole variable that do not apply to its shards.

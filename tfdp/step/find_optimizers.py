@@ -46,7 +46,7 @@ def has_no_effect(sync: Policy, strategy: tf.distribute.Strategy) -> bool:
 def optimizers_with_sync(
     optimizers: Sequence[Optimizer], strategy: tf.distribute.Strategy
 ) -> list[Any]:
-    """The optimizers whose `sync` takes effect under `strategy`."""
+    """The optimizers whose option `sync=` takes effect under `strategy`."""
     return [
         optimizer
         for optimizer in optimizers
@@ -64,20 +64,3 @@ def innermost_optimizers(optimizer: Optimizer) -> list[Optimizer]:
     """The optimizers that reduce and update, inside a loss scaler or a group."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     return list(getattr(inner, "optimizers", None) or [inner])
-
-
-def names_of_updates(model: Any) -> list[str]:
-    """The name scopes in which the optimizers of `model` update its weights."""
-    return [
-        leaf.name
-        for owner in optimizers_of(model)
-        for leaf in innermost_optimizers(owner)
-    ]
-
-
-def make_equal(optimizer: Any) -> None:
-    """Makes late updates (`tfdp.sync.BoundedStaleness`); call it on all hosts before
-    the state of `optimizer` and its weights is read."""
-    of_optimizer = getattr(optimizer, "make_equal", None)
-    if of_optimizer is not None:
-        of_optimizer()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import keras
 
-from tfdp.chain.norms import NoiseProbe, NormsOfStep
+from tfdp.chain.norms import NoiseProbe
+from tfdp.plan.noise_scale import NormsOfStep
 from tfdp.step.observers import attach, detach, observers_of
 
 
 class NormsReader:
-    """Reads the norms of the steps of one `fit`, from the model's (or a new) probe."""
+    """Reads the squared norms of the gradients of each step of one `fit`."""
 
     def __init__(self, model: keras.Model):
         self._model = model

@@ -6,6 +6,8 @@ in another thread, has its own. A step uses its model's observers when it is tra
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import keras
@@ -27,9 +29,11 @@ OBSERVERS = "_tfdp_observers"
 Kind = TypeVar("Kind")
 
 
-def attach(model: keras.Model, observer: Any) -> None:
-    """Adds `observer` to steps of `model` that are traced from now on."""
+def attach(model: keras.Model, observer: Any) -> Callable[[], None]:
+    """Adds `observer` to steps of `model` that are traced from now on; the function
+    that it returns removes it."""
     note_on(model, OBSERVERS, [*observers_of(model, object), observer])
+    return functools.partial(detach, model, observer)
 
 
 def detach(model: keras.Model, observer: Any) -> None:

@@ -22,7 +22,7 @@ from tfdp._private.names import MirroredVariable, SyncOnReadVariable
 from tfdp._private.optimizer_hooks import ACCUMULATOR_NAME, is_between_updates
 from tfdp.chain.compression import STATE
 from tfdp.sharding.variables import ShardedVariable
-from tfdp.step.find_optimizers import make_equal, optimizers_of
+from tfdp.step.find_optimizers import optimizers_of
 from tfdp.step.local_step import groups_across
 from tfdp.variables.mirrored import is_seed_state
 
@@ -45,7 +45,8 @@ def replicated_state_of(
     strategy = model.distribute_strategy
     optimizers = optimizers_of(model)
     for optimizer in optimizers:
-        make_equal(optimizer)
+        if hasattr(optimizer, "make_equal"):
+            optimizer.make_equal()
     alone = [0] * len(strategy.extended.worker_devices)
     syncs = [getattr(optimizer, "sync", None) for optimizer in optimizers]
     across = next((sync.across for sync in syncs if sync is not None), None)

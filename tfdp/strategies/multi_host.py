@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfdp._private import frames, keras_calls, names
 from tfdp.checks import is_whole
-from tfdp.cluster import Cluster, find_cluster, progress
+from tfdp.cluster import Cluster, crash_report, find_cluster, progress
 from tfdp.cluster.helper_process import is_helper, note_joined
 from tfdp.data.hosts import agree_on_seed, seed_to_share
 from tfdp.data.same_batches import new_dataset_name
@@ -26,7 +26,6 @@ from tfdp.exchange.levels import Levels
 from tfdp.exchange.over_collectives import LevelsOverCollectives
 from tfdp.exchange.over_link import OverLink
 from tfdp.exchange.reducer import Reducer
-from tfdp.hosts import crash_report
 from tfdp.hosts.choose_link import make_link
 from tfdp.hosts.elastic_group import ElasticHosts
 from tfdp.hosts.host_link import HostLink

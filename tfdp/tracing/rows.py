@@ -330,7 +330,7 @@ def _either(condition: Any, yes: Callable[[], Any], no: Callable[[], Any]) -> An
 
 
 def rows_between(part: Any, start: tf.Tensor | int, stop: tf.Tensor | int) -> Any:
-    """The rows from `start` to `stop`."""
+    """The rows of a dense, ragged or sparse tensor from `start` to `stop`."""
     if not isinstance(part, tf.SparseTensor):
         return part[start:stop]
     first = tf.concat([[start], tf.zeros_like(part.dense_shape[1:])], axis=0)
@@ -417,8 +417,8 @@ def _of_shape(part: tf.Tensor, shape: list[int | None]) -> tf.Tensor:
 
 
 class PaddedBatch(NamedTuple):
-    """A batch of fixed size, and +n or -n for each of its rows (int32, () for all
-    valid).
+    """A batch padded to a fixed size; `rows`: +n for each real row, -n for each added
+    one, n real rows in all (int32); () if all are real.
 
     `sized` is `{"<rows of one replica's part>": batch}`: TensorFlow forgets static
     sizes in loops and after retracing, but keeps the key, a part of the structure.

@@ -6,7 +6,6 @@ replicas work together (`Mode`).
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import enum
 import functools
@@ -19,7 +18,6 @@ import tensorflow as tf
 
 from tfdp._private.names import current_rank
 from tfdp.errors import ConfigurationError
-from tfdp.exchange.ordering import current_exchange_name
 from tfdp.lint.findings import Findings
 from tfdp.lint.registry import key_of
 from tfdp.lint.values import PART_OF_ROWS, ROW_SOURCE
@@ -331,24 +329,6 @@ def current_step() -> tuple[Step, int] | None:
         return None
     step = getattr(tf.distribute.get_strategy().extended, "current_step", None)
     return None if step is None else (step, current_rank())
-
-
-class _ExchangesDue(collections.Counter[str]):
-    """The number of values whose gradient takes an exchange, by name scope."""
-
-
-def name_of_gradient() -> str:
-    """Names the exchanges of a gradient, in the forward pass, for `exchanges_of`; equal
-    on all replicas and hosts, "" outside of a step. Rematerialized values get names
-    with the same prefix."""
-    found = current_step()
-    if found is None:
-        return ""
-    step, rank = found
-    within = current_exchange_name() or ""
-    due = step.trace(rank).of(_ExchangesDue)
-    due[within] += 1
-    return f"{within}{due[within]}."
 
 
 def call_before_step(function: Callable[[], None]) -> None:

@@ -45,14 +45,10 @@ def measure_reduction(request: Request, devices: list[str]) -> CaseResult:
         calls=request.calls,
         finish=tf.test.experimental.sync_devices,
     )
-    return CaseResult(
-        case=request.case.name,
-        suite=request.case.suite,
-        devices=len(devices),
-        subject=describe_set(request.subject_name, shapes),
-        settings=request.settings(),
-        arms={arm: ArmResult(tuple(figures)) for arm, figures in seconds.items()},
-        left_out=left_out,
+    return request.result(
+        describe_set(request.subject_name, shapes),
+        {arm: ArmResult(tuple(figures)) for arm, figures in seconds.items()},
+        left_out,
     )
 
 

@@ -34,13 +34,9 @@ def measure_training(request: Request, devices: list[str]) -> CaseResult:
         calls=request.calls,
         finish=tf.test.experimental.sync_devices,
     )
-    return CaseResult(
-        case=request.case.name,
-        suite=request.case.suite,
-        devices=len(devices),
-        subject=describe_training(next(iter(arms.values())), request),
-        settings=request.settings(),
-        arms={
+    return request.result(
+        describe_training(next(iter(arms.values())), request),
+        {
             arm: ArmResult(
                 seconds=tuple(seconds[arm]),
                 items_per_call=arms[arm].global_batch,

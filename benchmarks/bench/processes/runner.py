@@ -41,20 +41,16 @@ def measure_groups(
     measured = [arm for arm in names if arm not in failed]
     if not measured:
         return None, failed
-    result = CaseResult(
-        case=request.case.name,
-        suite=request.case.suite,
-        devices=request.workers * request.devices,
-        subject=groups[measured[0]].answers[0]["subject"],
-        settings={
-            **request.settings(),
+    result = request.result(
+        groups[measured[0]].answers[0]["subject"],
+        {arm: _result_of(groups[arm]) for arm in measured},
+        left_out,
+        {
             "workers": request.workers,
             "devices_per_worker": request.devices,
             "one_core_each": len(os.sched_getaffinity(0)) >= request.workers,
             "load_before_and_after": [load_before, os.getloadavg()[0]],
         },
-        arms={arm: _result_of(groups[arm]) for arm in measured},
-        left_out=left_out,
     )
     return result, failed
 

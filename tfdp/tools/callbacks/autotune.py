@@ -15,7 +15,6 @@ from tfdp.callbacks.other_callbacks import refuse_others
 from tfdp.callbacks.step_count import StepCount
 from tfdp.checks import check_whole, is_whole
 from tfdp.errors import CollectiveError, ConfigurationError
-from tfdp.exchange.reducer import Reducer
 from tfdp.hosts.host_link import HostLink
 from tfdp.hosts.link_speed import speed_of_sums
 from tfdp.plan.buckets import Bucket
@@ -302,7 +301,7 @@ def why_refused(model: keras.Model) -> str | None:
     return None
 
 
-def why_nothing_acts(reducer: Reducer) -> str | None:
+def why_nothing_acts(reducer: Any) -> str | None:
     """Why bucket sizes make no difference; None: they do."""
     if reducer.transport.replicas == 1:
         return "one replica sends nothing."
@@ -314,7 +313,7 @@ def why_nothing_acts(reducer: Reducer) -> str | None:
     return None
 
 
-def space_of(model: keras.Model, reducer: Reducer) -> Space:
+def space_of(model: keras.Model, reducer: Any) -> Space:
     """The sizes that make different buckets of the model's gradients."""
     topology = reducer.transport.topology
     place = TrialLayout(

@@ -27,8 +27,7 @@ from tfdp.cluster.machine import (
     resident_and_peak_bytes,
 )
 from tfdp.errors import ConfigurationError, RunRecordWarning
-from tfdp.exchange.transport import Transport
-from tfdp.step.observers import StepMeter, attach, detach
+from tfdp.step.observers import StepMeter, attach
 from tfdp.strategies.gather_from_hosts import gather_from_hosts
 from tfdp.tools.runs.entries import (
     MOST_NAMES,
@@ -183,13 +182,13 @@ class RunRecord(keras.callbacks.Callback):
         return max(int(strategy.num_replicas_in_sync), here * workers)
 
     def _begin_to_count(self, strategy: Any) -> None:
-        self._transport: Transport | None = None
+        self._transport: Any = None
         with contextlib.suppress(ConfigurationError):  # no traffic count available
             self._transport = transport_of(self.model, "RunRecord")
             self._reader = TrafficReader(self._transport)
         if hasattr(strategy.extended, "current_step"):  # tfdp's own strategies
             self._meter = StepMeter()
-            attach(self.model, self._meter)
+            self._detach_meter = attach(self.model, self._meter)
             self.model.make_train_function(force=True)
         self._clock = StepClock(self.model)
 
@@ -291,7 +290,7 @@ class RunRecord(keras.callbacks.Callback):
             if part is not None:
                 part.close()
         if self._meter is not None:
-            detach(self.model, self._meter)
+            self._detach_meter()
         self._file = self._reader = self._meter = self._clock = None
 
     def _write_line(self) -> None:
@@ -335,7 +334,8 @@ class RunRecord(keras.callbacks.Callback):
             return None
         if self._transport is None:
             return 0.0
-        return self._transport.seconds_between_hosts
+        seconds: float | None = self._transport.seconds_between_hosts
+        return seconds
 
     def _samples_now(self) -> int | None:
         return None if self._meter is None else self._meter.samples

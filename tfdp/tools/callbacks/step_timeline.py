@@ -14,7 +14,7 @@ from tfdp.checks import check_whole
 from tfdp.errors import ConfigurationError
 from tfdp.files.asked_for import check_output_path
 from tfdp.files.atomic import replaced
-from tfdp.step.find_optimizers import names_of_updates
+from tfdp.step.find_optimizers import innermost_optimizers, optimizers_of
 from tfdp.tools.runs import traces
 
 
@@ -111,7 +111,9 @@ class StepTimeline(keras.callbacks.Callback):
         if not events:
             return
         self.hidden_share = traces.hidden_share(events)
-        optimizers = names_of_updates(self.model)
+        # They update weights in name scopes of their names.
+        owners = optimizers_of(self.model)
+        optimizers = [one.name for o in owners for one in innermost_optimizers(o)]
         first, last = self.traced_steps
         together = last - first + 1
         seconds = traces.seconds_by_kind(events, optimizers)

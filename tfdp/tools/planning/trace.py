@@ -17,8 +17,7 @@ from tfdp._private.step_ops import (
     is_resource,
     only_called,
 )
-from tfdp.exchange.compressed import COMPRESSED_SUM, WHERE_FINITE
-from tfdp.exchange.link_calls import LINK_CALL
+from tfdp.exchange import op_names
 from tfdp.tools.planning.any_rows import AnyRows
 from tfdp.tools.planning.liveness import OF_LINKS, dry_run, variables_in_link_buffers
 from tfdp.tools.planning.op_rules import (
@@ -142,7 +141,7 @@ class _Reader:
             ]
             inner = only_called(op)
             # Compression is element-wise: XLA fuses it into one loop.
-            is_fused = COMPRESSED_SUM in op.name and is_compiled_by_xla(op)
+            is_fused = op_names.COMPRESSED_SUM in op.name and is_compiled_by_xla(op)
             if inner is not None and not is_fused:
                 self._call(op, inner, inputs, controls, places, ends, handles)
                 continue
@@ -209,10 +208,10 @@ class _Reader:
         kept = [i for i, place in enumerate(inputs) if place is not None]
         renumbered = {old: new for new, old in enumerate(kept)}
         variable, access = self._access(op, handles)
-        if LINK_CALL in op.name and op.type in PYTHON:
+        if op_names.LINK_CALL in op.name and op.type in PYTHON:
             variable, access = self._pooled(op, inputs, read), "read"
         shares: list[int | None] = []
-        is_finite = op.type in BRANCHES and WHERE_FINITE in op.name
+        is_finite = op.type in BRANCHES and op_names.WHERE_FINITE in op.name
         for number in range(len(made)):
             shared = shared_input(op.type, read, made, number)
             if is_finite:
@@ -291,7 +290,7 @@ class _Reader:
             return self._bytes_at(inputs[0]) if inputs else 0
         self.notes["tensors whose shape is unknown before the step runs"] += 1
         read = [self._bytes_at(place) for place in inputs if place is not None]
-        if op.type in PYTHON and LINK_CALL in op.name and number < len(read):
+        if op.type in PYTHON and op_names.LINK_CALL in op.name and number < len(read):
             return self._hosts * read[number]
         return most_bytes(op.type, read)
 

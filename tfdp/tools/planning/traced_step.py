@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdp import DataParallelStrategy, MultiHostDataParallelStrategy
+from tfdp import DataParallelStrategy
 from tfdp import remat as recompute
 from tfdp._private.keras_models import (
     build_as_declared,
@@ -20,16 +20,12 @@ from tfdp._private.keras_models import (
     take_over_jit,
     updates_all_variables,
 )
-from tfdp.chain.table_rows import Table, sums_repeated_rows, tables_of
+from tfdp.chain.table_rows import sums_repeated_rows, tables_of
 from tfdp.checks import is_whole
-from tfdp.cluster import Cluster
 from tfdp.errors import ConfigurationError
-from tfdp.exchange.host_group import HostGroup
-from tfdp.hosts.host_link import HostLink, Ranges
 from tfdp.plan.communication import Communication, IdleOptions
 from tfdp.plan.shards import Sharding
-from tfdp.sharding.updates import host_of
-from tfdp.strategies.devices import find_devices
+from tfdp.strategies.absent_hosts import AbsentHosts
 from tfdp.tools.planning.any_rows import AnyRows, UnclearLength, rows_to_trace
 from tfdp.tools.planning.step_graph import StepGraph, StoredVariable
 from tfdp.tools.planning.trace import read_graph
@@ -97,10 +93,7 @@ class TracedModel:
         self._traces_each = False
         self._hosts = hosts
         self._communication = communication
-        self._host_device = ""
-        if sharding.offloads:
-            [first, *_] = find_devices(devices)
-            self._host_device = host_of(first)
+        self._host_device = "/device:CPU:0" if sharding.offloads else ""
         self._strategy: DataParallelStrategy
         if hosts > 1:
             self._strategy = AbsentHosts(devices, hosts, communication, sharding)
@@ -215,7 +208,7 @@ class TracedModel:
         )
 
     @property
-    def tables(self) -> list[tuple[Table, bool]]:
+    def tables(self) -> list[tuple[Any, bool]]:
         """Embedding tables with sparse gradients, and whether equal rows are summed."""
         communication = self._communication or Communication()
         adds_rows = communication.repeated_rows == "sum" or sums_repeated_rows(
@@ -249,133 +242,6 @@ class TracedModel:
 
 def _bytes_of(variable: Any) -> int:
     return math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
-
-
-class AbsentHosts(MultiHostDataParallelStrategy):
-    """Strategy of host 0 of several absent hosts: its graphs are inspected, never run.
-
-    They contain the exchanges of a real step. `Communication(min_hosts=...)` is refused
-    since such hosts train independently, `engine="tensorflow"` since its collectives
-    can be traced only between connected hosts.
-    """
-
-    # Memory is counted by shapes; a real host must not rely on equal shapes.
-    _hosts_are_alike = True
-
-    def __init__(
-        self,
-        devices: Sequence[str],
-        hosts: int,
-        communication: Communication | None,
-        sharding: Sharding,
-    ):
-        if communication is not None and communication.min_hosts is not None:
-            raise ConfigurationError(
-                f"Communication(min_hosts={communication.min_hosts}) is for hosts that "
-                "train independently between synchronizations: plan one of them, "
-                "hosts=1, and add one or two sets of weights, which sync= keeps."
-            )
-        if communication is not None and communication.engine == "tensorflow":
-            raise ConfigurationError(
-                "Communication(engine='tensorflow') between hosts cannot be planned: "
-                "it needs connected hosts. Plan with engine='sockets'."
-            )
-        self._planned_devices = list(devices)
-        super().__init__(
-            Cluster(workers=hosts, rank=0, coordinator=None),
-            devices_per_host=len(devices),
-            communication=communication,
-            shard=sharding,
-        )
-
-    def _own_devices(
-        self, communication: Communication, sharding: Sharding
-    ) -> list[str]:
-        self._absent = HostGroup(_AbsentPeers(self.cluster.workers))
-        self._group = self._absent
-        return self._planned_devices
-
-    def _make_extended(
-        self,
-        devices: tuple[str, ...],
-        communication: Communication,
-        cross_device_ops: tf.distribute.CrossDeviceOps,
-        draws_per_replica: bool,
-    ) -> Any:
-        self._refuse_idle_shards(devices, communication)
-        return self._extended_over(
-            self._absent, devices, communication, cross_device_ops, draws_per_replica
-        )
-
-    def from_chief(self, value: np.ndarray, label: str = "value") -> np.ndarray:
-        return value
-
-
-class _AbsentPeers(HostLink):
-    """A transport without peers: every collective returns local data or zeros."""
-
-    name = "sockets"
-
-    def __init__(self, workers: int):
-        super().__init__(0, workers, 1.0)
-        self.hosts = ["localhost"] * workers
-
-    def close(self) -> None:
-        pass
-
-    def on_failure(self, listener: Callable[[str], None]) -> None:
-        pass
-
-    def news(self) -> str | None:
-        return None
-
-    def announce(self, exchanges: int, channel: str) -> None:
-        pass
-
-    def sent_bytes(self, channel: str | None = None) -> int:
-        return 0
-
-    def exchange_seconds(self, channel: str) -> float:
-        return 0.0
-
-    def sum(self, arrays: Any, *arguments: Any, **options: Any) -> list[np.ndarray]:
-        return list(arrays)
-
-    def reduce_scatter(
-        self, arrays: Any, ranges: Ranges, *arguments: Any, **options: Any
-    ) -> list[np.ndarray]:
-        return [
-            array[slice(*of_array[self.rank])]
-            for array, of_array in zip(arrays, ranges, strict=True)
-        ]
-
-    def all_gather(
-        self, pieces: Any, ranges: Ranges, *arguments: Any, **options: Any
-    ) -> list[np.ndarray]:
-        wholes = []
-        for piece, of_array in zip(pieces, ranges, strict=True):
-            whole = np.zeros(of_array[-1][1], piece.dtype)
-            whole[slice(*of_array[self.rank])] = piece
-            wholes.append(whole)
-        return wholes
-
-    def all_to_all(self, rows: np.ndarray, label: str) -> np.ndarray:
-        return rows
-
-    def gather(self, blob: bytes, *arguments: Any, **options: Any) -> list[bytes]:
-        return [blob] * self.workers
-
-    def gather_memory(self, memory: np.ndarray, label: str) -> list[memoryview]:
-        return [memory.data] * self.workers
-
-    def _nothing(self, *arguments: Any, **options: Any) -> Any:
-        raise ConfigurationError(
-            "The model communicated with other hosts before its step ran, which "
-            "planning cannot do. Plan with hosts=1, and please report this model."
-        )
-
-    share_note = without_note = leave_note = wait_for_notes = _nothing
-    loop_of_steps = start = on_note = give_up = _nothing
 
 
 FORMS = (

@@ -36,9 +36,10 @@ from tfdp.variables.local_view import LocalView, keep_all_copies
 from tfdp.variables.own_values import OwnSumVariable
 
 
-def refuse_with_sync(optimizer: keras.optimizers.Optimizer, sync: Policy) -> None:
-    """Refuses an inner optimizer that cannot train locally."""
-    has_rounds = isinstance(sync, Sync)
+def refuse_with_sync(owner: keras.optimizers.Optimizer) -> None:
+    """Refuses a `DistributedOptimizer` that cannot train locally."""
+    optimizer = owner.inner_optimizer
+    has_rounds = isinstance(owner.sync, Sync)
     if has_rounds and optimizer.use_ema and optimizer.ema_overwrite_frequency:
         raise ConfigurationError(
             f"The optimizer {optimizer.name!r} has ema_overwrite_frequency="
@@ -52,6 +53,8 @@ def refuse_with_sync(optimizer: keras.optimizers.Optimizer, sync: Policy) -> Non
             "sync=... does not do. Use keras.optimizers.Adam with sync, or "
             "leave sync out."
         )
+    if isinstance(owner.sync, Asynchronous):
+        refuse_at_own_pace(owner)
 
 
 def make_local_training(
@@ -182,8 +185,6 @@ def make_backup_rounds(
 
 def refuse_at_own_pace(optimizer: keras.optimizers.Optimizer) -> None:
     """Refuses what `sync.Asynchronous` cannot do with these options."""
-    if not isinstance(optimizer.sync, Asynchronous):
-        return
     inner = optimizer.inner_optimizer
     kind = type(inner).__name__
     is_known = elementwise_of_keras(inner) not in (None, "ScheduleFreeAdamW")

@@ -12,6 +12,7 @@ import tensorflow as tf
 from keras import ops
 
 from tfdp import compression
+from tfdp import sync as methods
 from tfdp._private import optimizer_hooks as hooks
 from tfdp._private.names import replicas_of
 from tfdp._private.optimizer_hooks import ACCUMULATOR_NAME, WEIGHT_NAME, shards_of
@@ -19,22 +20,16 @@ from tfdp.chain.reduction import Reduction, Stage, update_through
 from tfdp.chain.stages import agree_finite, reduce_gradients
 from tfdp.checks import is_number, is_whole
 from tfdp.errors import ConfigurationError, ScopeError
-from tfdp.optimizers.apart import (
-    make_local_training,
-    refuse_at_own_pace,
-    refuse_outside_of_fit,
-    refuse_with_sync,
-)
 from tfdp.step.buffer_synchronization import synchronize_layer_state
 from tfdp.step.find_optimizers import has_no_effect
 from tfdp.step.local_training import LocalTraining
 from tfdp.step.local_values import LocalValues
+from tfdp.step.make_local_training import (
+    make_local_training,
+    refuse_outside_of_fit,
+    refuse_with_sync,
+)
 from tfdp.step.optimizers import build_before_step, refuse_overwritten, takes_reduced
-from tfdp.sync.asynchronous import Asynchronous
-from tfdp.sync.backup_workers import BackupWorkers
-from tfdp.sync.diloco import DiLoCo
-from tfdp.sync.late import BoundedStaleness, Delayed
-from tfdp.sync.local_sgd import LocalSGD
 from tfdp.sync.policy import Policy
 from tfdp.tracing.batch_weight import batch_weight
 from tfdp.tracing.given_losses import note_gradients
@@ -129,8 +124,7 @@ class DistributedOptimizer(hooks.LossScaleHooks):
         if self.sync is not None and self.sync.is_plain:
             self.sync = None
         if self.sync is not None:
-            refuse_with_sync(optimizer, self.sync)
-            refuse_at_own_pace(self)
+            refuse_with_sync(self)
         self._rounds: LocalTraining | None = None
 
     def build(self, variables: Sequence[keras.Variable]) -> None:
@@ -456,27 +450,15 @@ def _weight_to_keep(counted: Any, so_far: tf.Tensor, batches: tf.Tensor) -> tf.T
     return tf.where(so_far < 0, mean, tf.cast(counted, so_far.dtype))
 
 
-METHODS: dict[str, type[Policy]] = {
-    method.__name__: method
-    for method in (
-        Asynchronous,
-        BackupWorkers,
-        BoundedStaleness,
-        Delayed,
-        DiLoCo,
-        LocalSGD,
-    )
-}
-
-
 def checked_sync(sync: Any) -> Policy | None:
     """`sync`, or the object that its `get_config` described; refuses anything else."""
-    if isinstance(sync, dict) and sync.get("method") in METHODS:
+    if isinstance(sync, dict) and sync.get("method") in methods.__all__:
         values = dict(sync)
-        return METHODS[values.pop("method")](**values)
-    if sync is None or type(sync) in METHODS.values():
+        found: Policy = getattr(methods, values.pop("method"))(**values)
+        return found
+    if sync is None or getattr(methods, type(sync).__name__, None) is type(sync):
         return sync  # type: ignore[no-any-return]
-    names = ", ".join(f"tfdp.sync.{name}(...)" for name in sorted(METHODS))
+    names = ", ".join(f"tfdp.sync.{name}(...)" for name in methods.__all__)
     raise ConfigurationError(
         f"sync must be one of {names}, or None to synchronize in every step. Received: "
         f"{sync!r}."
