@@ -53,7 +53,7 @@ class StepTimes(Stage):
 
     def __init__(self, strategy: Any):
         transport = strategy.extended.reducer.transport
-        link = getattr(transport.outer, "link", None)
+        link = getattr(strategy, "link", None)
         is_timed = transport.seconds_between_hosts is not None
         if link is None or link.exchanges_of_steps is None or not is_timed:
             has = "one host" if link is None else f"engine={transport.name!r}"

@@ -209,7 +209,8 @@ def _total_over_shards(own: Sequence[Any], shards: ShardUpdates) -> list[tf.Tens
     if not tf.executing_eagerly():
         return tf.unstack(shards.reducer.sum_of_shards(stacked, current_rank()))
     transport = shards.reducer.transport
-    if transport.shard_parts < transport.replicas and transport.outer.first_part:
+    hosts = transport.among(transport.topology.across_hosts)
+    if transport.shard_parts < transport.replicas and hosts.part_of(0):
         stacked = tf.zeros_like(stacked)  # the first host counts the same shards
     context = tf.distribute.get_replica_context()
     return tf.unstack(context.all_reduce("SUM", stacked))

@@ -40,16 +40,20 @@ def groups_across(strategy: tf.distribute.Strategy, across: str) -> Groups:
         )
     if across == "replicas":
         return tuple((rank,) for rank in range(len(extended.worker_devices)))
-    groups = extended.reducer.host_groups
-    if groups is None:
+    transport = extended.reducer.transport
+    topology, is_elastic = transport.topology, getattr(strategy, "elastic_hosts", None)
+    # Local training was not tried with TensorFlow's collectives.
+    if not is_elastic and (topology.hosts == 1 or transport.name == "tensorflow"):
         raise ConfigurationError(
             "sync with across='hosts' lets hosts train locally, and here is one host, "
-            "or an engine without sums within a host (engine='tensorflow'). Set "
+            "or engine='tensorflow', with which local training was not tried. Set "
             "across='replicas' to let each replica train locally, or use several hosts "
             "(tfdp.MultiHostDataParallelStrategy with engine='sockets' or 'mpi', or "
             "Communication(hierarchy=(2, 2)), which simulates them)."
         )
-    return groups
+    # Hosts are alike: replicas of this process have the ranks of the first ones here.
+    hosts = len(extended.worker_devices) // topology.devices_per_host
+    return topology.within_hosts[:hosts]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

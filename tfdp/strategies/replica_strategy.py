@@ -384,8 +384,9 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         if tf.executing_eagerly():
             step.eager_order.meet(rank, describe_sum(value))
         if step.is_local:
-            is_single = step.group_size == 1
-            return value if is_single else self.extended.reducer.sum_within(value, rank)
+            if step.group_size == 1:
+                return value
+            return self.extended.reducer.within_hosts.all_reduce([value], rank)[0]
         with step.summing_own_parts(rank):
             return context.all_reduce(tf.distribute.ReduceOp.SUM, value)
 
