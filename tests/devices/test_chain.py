@@ -44,6 +44,7 @@ from tfdp.exchange.elastic_pipeline import ElasticPipeline
 from tfdp.hosts.elastic_group import LEFT_OUT, MET
 from tfdp.hosts.host_link import Exchange, TransferSeconds
 from tfdp.plan.shards import ShardLayout
+from tfdp.plan.topology import Groups
 from tfdp.sharding.variables import ShardedVariable, ShardUpdatedVariable
 from tfdp.step.backup_rounds import BackupRounds
 from tfdp.tracing.rows import Batch
@@ -315,7 +316,7 @@ def test_a_guard_skips_the_update_on_all_replicas():
 def test_groups_average_their_state_and_weigh_their_gradients():
     state = FakeBuffer(8.0, 16.0)
     run = run_of([3, 1])
-    run.groups = ((0, 1),)
+    run.groups = Groups([(0, 1)])
     transport = FakeTransport(2)
     exact = Exact(transport)
     variables = [None, None]
@@ -331,7 +332,7 @@ def test_groups_average_their_state_and_weigh_their_gradients():
     assert state.read() == [10.0, 10.0]
 
     # Two groups of one replica, with weights 6 and 2: 3/4 and 1/4 of their gradients.
-    state, run.groups = FakeBuffer(8.0, 16.0), ((0,), (1,))
+    state, run.groups = FakeBuffer(8.0, 16.0), Groups([(0,), (1,)])
     weights = tf.constant([6.0, 2.0])
 
     def in_all(rank):

@@ -175,9 +175,8 @@ class CompressedSums:
 
     def _from_peer(self, values: Tensors, rank: int) -> list[tf.Tensor]:
         """The peer's tensors on its group; others pass tensors of equal shapes."""
-        return list(
-            values if self._within is None else self._within.broadcast(values, rank)
-        )
+        within = self._within
+        return list(values) if within is None else within.broadcast(values, rank)
 
     def _bucket_bytes(self, shapes: Sequence[Sequence[int]]) -> int:
         """The bucket size whose compressed message has `MESSAGE_BYTES`."""
@@ -242,8 +241,7 @@ class _Peer:
 
     @property
     def place(self) -> int:
-        place: int = self.transport.part_of(self.rank)
-        return place
+        return self.transport.part_of(self.rank)
 
     def sum(self, tensors: Tensors) -> list[tf.Tensor]:
         return self.transport.all_reduce(tensors, self.rank, self.label)

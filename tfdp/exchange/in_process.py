@@ -73,9 +73,8 @@ class InProcess(Transport):
         group = self.groups.of(rank)
         call = self.order.next(rank, what, tensors, group)
         self._hand.tokens.pin_to_replica(rank)
-        is_whole = len(group) == len(self.devices)
-        key = f"{call}" if is_whole else f"{'-'.join(map(str, group))} {call}"
-        return key, group
+        is_whole = self.groups == self.topology.everyone
+        return f"{call}" if is_whole else f"{'-'.join(map(str, group))} {call}", group
 
     def all_reduce(
         self, tensors: Tensors, rank: int, label: str, wire_dtype: str | None = None

@@ -82,7 +82,7 @@ class Transport(abc.ABC):
         part.replicas = part.shard_parts = max(map(len, groups))
         return part
 
-    def part_of(self, rank: Any) -> Any:
+    def part_of(self, rank: Any) -> int:
         """The shard of this process's replica `rank`: its place in its group."""
         return self.groups.place_of(rank)
 

@@ -10,11 +10,10 @@ import tensorflow as tf
 from keras.optimizers import Optimizer
 
 from tfdp.errors import ConfigurationError
+from tfdp.plan.topology import Groups
 from tfdp.step.find_optimizers import optimizers_with_sync
 from tfdp.tracing.keras_steps import name_of_step
 from tfdp.tracing.step import Step
-
-Groups = tuple[tuple[int, ...], ...]
 
 
 def groups_across(strategy: tf.distribute.Strategy, across: str) -> Groups:
@@ -39,7 +38,7 @@ def groups_across(strategy: tf.distribute.Strategy, across: str) -> Groups:
             "replicas. Leave one of the two out."
         )
     if across == "replicas":
-        return tuple((rank,) for rank in range(len(extended.worker_devices)))
+        return Groups([rank] for rank in range(len(extended.worker_devices)))
     transport = extended.reducer.transport
     topology, is_elastic = transport.topology, getattr(strategy, "elastic_hosts", None)
     # Local training was not tried with TensorFlow's collectives.
@@ -53,7 +52,7 @@ def groups_across(strategy: tf.distribute.Strategy, across: str) -> Groups:
         )
     # Hosts are alike: replicas of this process have the ranks of the first ones here.
     hosts = len(extended.worker_devices) // topology.devices_per_host
-    return topology.within_hosts[:hosts]
+    return Groups(topology.within_hosts[:hosts])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -82,7 +81,7 @@ def begin_local_step(
     """
     if isinstance(fn, LocalLook):
         # Others may be in a step, and eager replicas, which take turns, would hang.
-        step.train_in(tuple((rank,) for rank in range(step.replicas)))
+        step.train_in(Groups([rank] for rank in range(step.replicas)))
         return
     own = optimizers_with_sync(optimizers, strategy)
     if not own or name_of_step(fn) != "train_step":
