@@ -204,6 +204,28 @@ def test_groups_within_hosts_of_several(groups):
     assert_as_numpy(on_hosts(work), groups)
 
 
+@pytest.mark.parametrize("owner", range(RANKS))
+def test_shards_over_hosts_of_any_owner(owner):
+    layouts = [OwnedLayout((5, 3), RANKS, owner), ShardLayout((5,), RANKS)]
+
+    def work(levels, host):
+        def replica(levels, rank):
+            own = tf.constant(MATRICES[2 * host + rank])
+            of_both = [own, own[:, 0]]
+            shards = levels.reduce_scatter(of_both, layouts, rank, "bucket")
+            return shards, levels.all_gather(shards, layouts, rank, "bucket")
+
+        return step_of(levels, replica)()
+
+    total = MATRICES.sum(axis=0)
+    for rank, (shards, wholes) in enumerate(on_hosts(work)):
+        np.testing.assert_array_equal(shards[0], total if rank == owner else [])
+        start, stop = layouts[1].bounds(rank)
+        np.testing.assert_array_equal(shards[1][: stop - start], total[start:stop, 0])
+        np.testing.assert_array_equal(wholes[0], total)
+        np.testing.assert_array_equal(wholes[1], total[:, 0])
+
+
 def test_first_replicas_exchange_across_hosts():
     groups = Topology(2, 2).across_hosts
 

@@ -173,7 +173,7 @@ class Levels(Transport):
             }
             sent = {FIRST: own} if rank in ranges else {}
             parts = self.inner.swap(sent, likes, rank)
-            return tf.concat(parts, axis=0) if len(parts) > 1 else own
+            return tf.concat(parts, axis=0) if parts else own
 
     def join_shards(
         self, shards: Tensors, layout: ShardLayout, label: str
