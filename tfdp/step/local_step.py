@@ -40,9 +40,9 @@ def groups_across(strategy: tf.distribute.Strategy, across: str) -> Groups:
     if across == "replicas":
         return Groups([rank] for rank in range(len(extended.worker_devices)))
     transport = extended.reducer.transport
-    topology, is_elastic = transport.topology, getattr(strategy, "elastic_hosts", None)
+    topology, elastic = transport.topology, getattr(strategy, "elastic_hosts", None)
     # Local training was not tried with TensorFlow's collectives.
-    if not is_elastic and (topology.hosts == 1 or transport.name == "tensorflow"):
+    if elastic is None and (topology.hosts == 1 or transport.name == "tensorflow"):
         raise ConfigurationError(
             "sync with across='hosts' lets hosts train locally, and here is one host, "
             "or engine='tensorflow', with which local training was not tried. Set "
