@@ -20,7 +20,7 @@ from tests.support.fake_transport import FakeTransport, FakeWire
 from tfdp.chain.buffers import Buffers
 from tfdp.chain.compression import CompressedExchange, CompressionState
 from tfdp.chain.finite_guard import FiniteGuard
-from tfdp.chain.groups import AllGroups, Exact, GroupState, WithinGroup
+from tfdp.chain.groups import AllGroups, Exact, GroupState
 from tfdp.chain.missing_rows import MissingRows
 from tfdp.chain.momentum import Momentum
 from tfdp.chain.norms import NoiseProbe
@@ -41,10 +41,10 @@ from tfdp.chain.table_rows import TableRows
 from tfdp.compression.method import Exchanged, Method
 from tfdp.exchange.compressed import CompressedSums
 from tfdp.exchange.elastic_pipeline import ElasticPipeline
-from tfdp.exchange.peers import PeerGroup
 from tfdp.hosts.elastic_group import LEFT_OUT, MET
 from tfdp.hosts.host_link import Exchange, TransferSeconds
 from tfdp.plan.shards import ShardLayout
+from tfdp.plan.topology import Groups
 from tfdp.sharding.variables import ShardedVariable, ShardUpdatedVariable
 from tfdp.step.backup_rounds import BackupRounds
 from tfdp.tracing.rows import Batch
@@ -211,14 +211,9 @@ class FirstRow(Method):
 
 
 def compressed_by(transport, optimizer, weights):
-    devices = ["CPU:0"] * transport.replicas
     method = FirstRow(min_bytes=0)
-    made = CompressedSums(
-        method,
-        PeerGroup(FakeWire(transport)),
-        devices,
-        tfdp.Communication(compression=method),
-    )
+    communication = tfdp.Communication(compression=method)
+    made = CompressedSums(method, FakeWire(transport), None, communication)
     optimizer.build(weights)
     # Replicas of a graph are traced one after the other; threads would make it twice.
     optimizer.compression_state = CompressionState(made)
@@ -321,9 +316,9 @@ def test_a_guard_skips_the_update_on_all_replicas():
 def test_groups_average_their_state_and_weigh_their_gradients():
     state = FakeBuffer(8.0, 16.0)
     run = run_of([3, 1])
-    run.groups = ((0, 1),)
+    run.groups = Groups([(0, 1)])
     transport = FakeTransport(2)
-    within = WithinGroup(transport)
+    exact = Exact(transport)
     variables = [None, None]
 
     def replica(chain, transport, rank):
@@ -332,12 +327,12 @@ def test_groups_average_their_state_and_weigh_their_gradients():
         reduce(reduction, chain, transport)
         return reduction
 
-    found = transport.on_replicas(lambda r: replica([GroupState([state])], within, r))
+    found = transport.on_replicas(lambda r: replica([GroupState([state])], exact, r))
     assert_sums(found)
     assert state.read() == [10.0, 10.0]
 
     # Two groups of one replica, with weights 6 and 2: 3/4 and 1/4 of their gradients.
-    state, run.groups = FakeBuffer(8.0, 16.0), ((0,), (1,))
+    state, run.groups = FakeBuffer(8.0, 16.0), Groups([(0,), (1,)])
     weights = tf.constant([6.0, 2.0])
 
     def in_all(rank):
@@ -347,7 +342,6 @@ def test_groups_average_their_state_and_weigh_their_gradients():
     mean = [(3 * one + other) / 4 for one, other in zip(*GRADIENTS, strict=True)]
     assert_sums(transport.on_replicas(in_all), mean)
     assert state.read() == [10.0, 10.0]
-    exact = Exact(transport)
     assert_sums(transport.on_replicas(lambda rank: replica([], exact, rank)))
 
 
@@ -419,11 +413,10 @@ class TimedLink:
 
 def step_times_of(rank, workers=2):
     link = TimedLink(rank, workers)
-    outer = types.SimpleNamespace(link=link)
-    transport = types.SimpleNamespace(outer=outer, seconds_between_hosts=0.0)
+    transport = types.SimpleNamespace(seconds_between_hosts=0.0)
     reducer = types.SimpleNamespace(transport=transport)
     extended = types.SimpleNamespace(worker_devices=["CPU:0"], reducer=reducer)
-    return StepTimes(types.SimpleNamespace(extended=extended)), link
+    return StepTimes(types.SimpleNamespace(extended=extended, link=link)), link
 
 
 def test_step_times_ride_with_the_next_sum_and_all_workers_read_the_same():

@@ -139,7 +139,7 @@ def test_the_order_is_asked_for_where_functions_run_eagerly():
     try:
         engine = Collectives(ORDERS["turned"], Topology(1, 3), hint="ring")
         # TensorFlow's first is CPU:0, which is replica 1.
-        assert engine._order(engine._everyone) == (1, 2, 0)
+        assert engine._order(engine._group(0)) == (1, 2, 0)
     finally:
         tf.config.run_functions_eagerly(False)
 

@@ -4,7 +4,6 @@ import tensorflow as tf
 
 import tfdp
 from tfdp.exchange.compressed import CompressedSums, Kept
-from tfdp.exchange.peers import PeerGroup
 from tfdp.exchange.transport import Transport
 from tfdp.plan.topology import Topology
 
@@ -47,8 +46,8 @@ def test_a_bucket_is_made_when_the_message_before_it_has_begun():
     transport = BothAlike()
     summer = CompressedSums(
         tfdp.compression.Int8(min_bytes=0),
-        PeerGroup(transport),
-        ["CPU:0"],
+        transport,
+        None,
         tfdp.Communication(bucket_bytes=4 * 64 * 64, first_bucket_bytes=4 * 64 * 64),
     )
     with tf.Graph().as_default():

@@ -18,6 +18,7 @@ LAYOUTS = {
     "2x2-in_process": (4, "in_process", (2, 2)),
     "2-tensorflow": (2, "tensorflow", "auto"),
     "3-tensorflow": (3, "tensorflow", "auto"),
+    "2x2-tensorflow": (4, "tensorflow", (2, 2)),
 }
 SHAPES = [(24, 10), (3, 3, 4, 6)]
 STEPS = 4

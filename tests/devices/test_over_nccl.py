@@ -3,6 +3,8 @@
 Nothing of it was run on a GPU.
 """
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from tests.support.over_nccl import (
     engine_over_nccl,
     step_of,
 )
-from tfdp.exchange import choose_engine, collectives
+from tfdp.exchange import collectives
 from tfdp.exchange.collectives import KNOWN_SIZE, ROUND_SIZES, round_size
 from tfdp.plan.shards import ShardLayout
 from tfdp.plan.topology import Topology
@@ -93,11 +95,18 @@ def test_shards_of_bfloat16_are_added_as_float32_and_gathered_as_they_are(hierar
     assert types_of(ops, ["CollectiveGatherV2"]) == {tf.float16}
 
 
+def groups_of_levels(engine):
+    """The groups of all replicas, within hosts and across hosts."""
+    levels = engine.topology.within_hosts, engine.topology.across_hosts
+    ranks = range(len(engine.devices))
+    return [engine._group(*one) for one in itertools.product(ranks, (None, *levels))]
+
+
 @pytest.mark.parametrize("hierarchy", LEVELS)
 def test_nccl_itself_is_asked_for_sums_of_float32(hierarchy):
     engine = engine_over_nccl(4, hierarchy)
     engine.hint, engine._has_reduce_scatter = "nccl", True
-    for group in (engine._everyone, *engine._within, *engine._across):
+    for group in groups_of_levels(engine):
         engine._orders[group.key] = tuple(range(len(group.ranks)))  # asked of nobody
     layout = ShardLayout((9, 3), parts=4)
 
@@ -236,8 +245,8 @@ def test_sums_of_unknown_size_stay_in_their_groups(hierarchy, dtype):
         for full, rest in concrete(tf.constant(rows)):
             np.testing.assert_array_equal(tf.cast(full, tf.float32), rows * 10)
             np.testing.assert_array_equal(tf.cast(rest, tf.float32), rows[1:] * 10)
-    known = {g.key for g in (engine._everyone, *engine._within, *engine._across)}
-    assert groups_of(collectives_of(step, spec)) <= known
+    known = groups_of_levels(engine)
+    assert groups_of(collectives_of(step, spec)) <= {group.key for group in known}
 
 
 @pytest.mark.parametrize("over_nccl", [True, False])
@@ -263,7 +272,7 @@ def test_gathers_of_unknown_size_stay_in_their_group(shape, devices, over_nccl):
             np.testing.assert_array_equal(result, np.concatenate(parts))
     # On CPUs a group costs nothing, and each size has one.
     assert over_nccl == (
-        groups_of(collectives_of(step, spec)) == {engine._everyone.key}
+        groups_of(collectives_of(step, spec)) == {engine._group(0).key}
     )
 
 
@@ -272,10 +281,10 @@ def test_keys_of_launches_and_sizes_never_meet():
     keys = []
     for _ in range(5):
         for number in (0, 1, len(ROUND_SIZES) - 1, None):
-            group = engine._everyone.of_size(number)
+            group = engine._group(0).of_size(number)
             with engine.run():
                 launch = engine._launch(tf.zeros([4]), group, rank=0)
-            assert launch["group_key"] == engine._everyone.key
+            assert launch["group_key"] == group.key
             keys.append(int(launch["instance_key"]))
     # A launch for all sizes of a step would do; here each has one of its own.
     assert len(set(keys)) == len(keys)
@@ -307,7 +316,7 @@ def test_tables_train_as_on_one_device_in_one_group(monkeypatch):
         engines.append(engine_over_nccl(len(devices), devices=devices))
         return engines[-1]
 
-    monkeypatch.setattr(choose_engine, "Collectives", make)
+    monkeypatch.setattr(collectives, "Collectives", make)
     strategy = tfdp.DataParallelStrategy(
         devices=["CPU:0", "CPU:1", "CPU:2"],
         communication=tfdp.Communication(engine="tensorflow"),

@@ -168,7 +168,7 @@ def is_headless(line):
 
 
 def test_the_interface_of_transports_is_small():
-    """Nine methods, with the context of a run; all else of a transport is a fact."""
+    """Nine exchanges, their context, groups and places; all else is a fact."""
     [module] = [m for m in MODULES if m.name == "tfdp.exchange.transport"]
     [transport] = [node for node in module.tree.body if isinstance(node, ast.ClassDef)]
     methods = [
@@ -178,7 +178,7 @@ def test_the_interface_of_transports_is_small():
         and not node.name.startswith("_")
         and not any(ast.unparse(d) == "property" for d in node.decorator_list)
     ]
-    assert len(methods) <= 9, methods
+    assert len(methods) <= 12, methods
 
 
 def test_the_benchmark_scripts_keep_their_measure():

@@ -72,7 +72,7 @@ QUESTIONS = {
             *("step/late_sums", "step/local_", "step/own_pace", "step/owned"),
             *("step/quorum_rounds", "sync/", "variables/local_view"),
         ),
-        26,
+        24,
     ),
     "Are these rows real?": Question(
         r"dummy|padded|padding|own_part|synthetic",

@@ -100,7 +100,7 @@ def resumed_on_the_way(strategy, path):
 def main(path, names):
     strategy = tfdp.MultiHostDataParallelStrategy()
     x, y = regression_data(ROWS)
-    rank, link = strategy.cluster.rank, strategy.extended.reducer.transport.outer.link
+    rank, link = strategy.cluster.rank, strategy.link
     for name in names:
         with strategy.scope():
             model = linear_model()

@@ -48,9 +48,6 @@ class FakeTransport:
         sums = self.added(values, rank)
         return [total / self.replicas for total in sums] if mean else sums
 
-    def sum_within(self, value, rank):
-        return self.added([value], rank)[0]
-
     def on_replicas(self, replica):
         """`replica(rank)` of all ranks at once; the results by rank."""
         with ThreadPoolExecutor(self.replicas) as threads:
@@ -61,10 +58,12 @@ class FakeTransport:
 class FakeWire:
     """What peers of a compression use of a transport, on a `FakeTransport`."""
 
-    first_part = 0
-
     def __init__(self, transport):
         self._transport, self.replicas = transport, transport.replicas
+        self.devices = ["CPU:0"] * transport.replicas
+
+    def part_of(self, rank):
+        return rank
 
     def all_reduce(self, tensors, rank, label):
         return self._transport.added(tensors, rank)

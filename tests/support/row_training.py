@@ -82,7 +82,7 @@ def main(path, repeated_rows):
         )
     )
     print("engine", strategy.engine_name, flush=True)
-    link = strategy.extended.reducer.transport.outer.link
+    link = strategy.link
     for name, training in TRAININGS.items():
         before = link.sent_bytes("step")
         weights = trained(training, strategy)

@@ -220,8 +220,14 @@ def time_in_graph(after: Sequence[tf.Tensor]) -> tf.Tensor:
     """Seconds since 1970 when all of `after` are computed, in each run of the graph."""
     with tf.device("CPU:0"), tf.control_dependencies(after):
         now = tf.timestamp()
-    run_independently(now.op)
+    run_unordered(now)
     return now
+
+
+def run_unordered(tensor: tf.Tensor) -> None:
+    """`run_independently` of the op of a tensor, which it has in graphs."""
+    if tf.is_symbolic_tensor(tensor):
+        run_independently(tensor.op)
 
 
 def run_independently(op: tf.Operation) -> None:

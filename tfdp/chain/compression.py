@@ -39,7 +39,7 @@ class CompressionState(tf.Module):
         name = f"{VARIABLE}{place}"
         if name not in self.of_variables:
             of = self._compressed
-            devices = [d for r, d in enumerate(of.devices) if of.group.speaks(r)]
+            devices = [d for r, d in enumerate(of.devices) if of.is_peer(r)]
             self.of_variables[name] = OfVariable(of.method, variable.shape, devices)
         return self.of_variables[name]
 
@@ -114,8 +114,7 @@ class CompressedExchange(Stage):
         self._unit = None if unit is None else tf.convert_to_tensor(unit, tf.float32)
 
     def before(self, reduction: Reduction) -> None:
-        rank, group = reduction.rank, self._compressed.group
-        optimizer = reduction.optimizer
+        rank, optimizer = reduction.rank, reduction.optimizer
         state = _state_of(optimizer, self._compressed)
         inner = getattr(optimizer, "inner_optimizer", optimizer)
         variables = [reduction.variables[place] for place in self._places]
@@ -125,9 +124,9 @@ class CompressedExchange(Stage):
         ]
         self._steps = state.steps.copies[rank]
         step = self._steps.read_value()
-        self._sender = sum(map(group.speaks, range(rank)))
+        self._sender = sum(map(self._compressed.is_peer, range(rank)))
         stored, self._kept = [self._steps], []
-        if group.speaks(rank):
+        if self._compressed.is_peer(rank):
             self._kept = [one.read(self._sender, self._unit) for one in self._state]
             parts = [part for one in self._state for part in one.parts]
             stored += [part.copies[self._sender] for part in parts]

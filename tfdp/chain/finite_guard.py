@@ -133,11 +133,10 @@ class FiniteGuard(Stage):
             scale = tf.convert_to_tensor(scale_when_summed(optimizer), tf.float32)
             is_bad = is_bad & (scale <= 1.0)
         mine = tf.cast(is_bad | notes.bad_loss.read_value(), tf.float32)
-        if step.is_local:
-            alone = step.group_size == 1
-            total = mine if alone else self._reducer.sum_within(mine, rank)
-        else:
-            (total,) = self._reducer.all_reduce([mine], rank, mean=False)
+        total = mine
+        if not step.is_local or step.group_size > 1:
+            reducer = self._reducer.within_hosts if step.is_local else self._reducer
+            (total,) = reducer.all_reduce([mine], rank, mean=False)
         with tf.device("CPU:0"):
             is_armed = notes.armed_steps.read_value() > 0
             is_left_out = is_armed & ((total > 0) | notes.is_stopped.read_value())

@@ -1,7 +1,7 @@
 """Local training: sums within the groups of replicas that step together, and over all.
 
 A group's mean gradient, and the moving statistics of its rows, are summed by
-`WithinGroup`. In the steps before `start_step`, which all replicas take together,
+`Exact`. In the steps before `start_step`, which all replicas take together,
 gradients are weighted by what the groups' losses were divided by (rows, unmasked
 entries or sample weights: `batch_weight`), and moving statistics by rows.
 """
@@ -20,21 +20,8 @@ from tfdp.exchange.reducer import Reducer
 from tfdp.variables.local_view import LocalView
 
 
-class WithinGroup:
-    """A group: the sums over the replicas of a host."""
-
-    def __init__(self, reducer: Reducer):
-        self._reducer = reducer
-
-    def sum_gradients(
-        self, gradients: Tensors, riders: Tensors, rank: Any, **options: bool
-    ) -> tuple[list[Any], list[tf.Tensor]]:
-        totals = [self._reducer.sum_within(rider, rank) for rider in riders]
-        return [self._reducer.sum_within(g, rank) for g in gradients], totals
-
-
 class Exact:
-    """The sums of outer values, which never travel rounded."""
+    """The sums within a group, and of outer values, which never travel rounded."""
 
     def __init__(self, reducer: Reducer):
         self._reducer = reducer

@@ -118,7 +118,7 @@ def _refuse_place(
             "separately, and here are several hosts. Leave across out: each host sends "
             "its own."
         )
-    if replicas > 1 and compressed.group.size == 1:
+    if replicas > 1 and compressed.peers == 1:
         raise ConfigurationError(
             f"{owner}(across='hosts') compresses what crosses hosts, and here is one. "
             "Set across='replicas' to let each replica send separately, use "

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp._private.names import make_note, run_independently, time_in_graph
+from tfdp._private.names import make_note, run_unordered, time_in_graph
 from tfdp.chain.reduction import Reduction, Stage
 from tfdp.errors import ConfigurationError
 from tfdp.hosts.python_calls import counted
@@ -53,7 +53,7 @@ class StepTimes(Stage):
 
     def __init__(self, strategy: Any):
         transport = strategy.extended.reducer.transport
-        link = getattr(transport.outer, "link", None)
+        link = getattr(strategy, "link", None)
         is_timed = transport.seconds_between_hosts is not None
         if link is None or link.exchanges_of_steps is None or not is_timed:
             has = "one host" if link is None else f"engine={transport.name!r}"
@@ -100,7 +100,7 @@ class StepTimes(Stage):
             stateful=True,
             name="tfdp_step_times",
         )
-        run_independently(table.op)
+        run_unordered(table)
         table.set_shape(self._own.shape)
         self._table = table
 

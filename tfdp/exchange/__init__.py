@@ -13,7 +13,6 @@ over_collectives        hosts over TensorFlow's collectives
 tpu                     TPU cores
 sparse                  gradients of embeddings
 compressed              gradients compressed by a method of tfdp.compression
-peers                   which replicas exchange compressed gradients
 late_exchange           asynchronous sums between hosts
 host_group              the hosts that train together
 elastic_pipeline        a host that trains independently of hosts that may die

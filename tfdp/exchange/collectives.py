@@ -44,7 +44,7 @@ from tfdp.exchange.packing import (
 )
 from tfdp.exchange.transport import Transport, next_group_key
 from tfdp.exchange.wire_types import collective_sum_dtype, to_gather_wire, to_sum_wire
-from tfdp.plan.topology import Topology
+from tfdp.plan.topology import Groups, Topology
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,19 +70,14 @@ class Collectives(Transport):
     """
 
     name = "tensorflow"
+    keeps_to_groups = True
 
     def __init__(self, devices: Sequence[str], topology: Topology, *, hint: str):
         super().__init__(devices, topology)
         self.hint = hint
         self._over_nccl = hint == "nccl"
         self._has_reduce_scatter = self._over_nccl
-        self._everyone = _RankGroup(topology.all_ranks, next_group_key())
-        self._within = [
-            _RankGroup(g, next_group_key()) for g in topology.within_host_groups
-        ]
-        self._across = [
-            _RankGroup(g, next_group_key()) for g in topology.across_host_groups
-        ]
+        self._rank_groups: dict[tuple[int, ...], _RankGroup] = {}
         # By group key. The n-th launch of a rank in a group pairs with the n-th of its
         # peers, or with the one of the same name.
         self._launches: dict[int, CallNumbers] = collections.defaultdict(
@@ -108,7 +103,7 @@ class Collectives(Transport):
         return unpack(self._all_reduce(pack(tensors), rank), tensors)
 
     def _all_reduce(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
-        self.order.next(rank, "sum", [tensor])
+        group = self._begin(rank, "sum", [tensor])
         wire, restore = to_sum_wire(tensor)
         with tf.device(self.devices[rank]):
             flat = self._to_sum(tf.reshape(wire, [-1]))
@@ -116,20 +111,20 @@ class Collectives(Transport):
             if elements is None:
                 flat, elements = self._of_one_size(flat, rank)
                 flat, number = self._padded(flat)
-            if self.topology.is_two_level:
+            if self._has_levels:
                 total = self._two_level_sum(flat, rank, number)
             else:
-                total = self._sum(flat, self._everyone.of_size(number), rank)
+                total = self._sum(flat, group.of_size(number), rank)
             total = tf.cast(total[:elements], wire.dtype)
             result = tf.reshape(total, tf.shape(wire))
         result.set_shape(wire.shape)
         return restore(result)
 
     def gather(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
-        self.order.next(rank)
+        group = self._begin(rank)
         wire, restore = to_gather_wire(tensor)
         with tf.device(self.devices[rank]):
-            lengths = self._gather(tf.shape(wire)[:1], self._everyone, rank)
+            lengths = self._gather(tf.shape(wire)[:1], group, rank)
             # The collective needs equal lengths, and an empty buffer crashes
             # TensorFlow's ring: pad to the longest, at least one row.
             longest = tf.maximum(tf.reduce_max(lengths), 1)
@@ -139,7 +134,7 @@ class Collectives(Transport):
             gathered = self._gather_rows(padded, rank)
             parts = [
                 gathered[i * longest : i * longest + lengths[i]]
-                for i in range(len(self.devices))
+                for i in range(len(group.ranks))
             ]
             result = tf.concat(parts, axis=0)
         result.set_shape(tf.TensorShape([None]).concatenate(wire.shape[1:]))
@@ -150,21 +145,21 @@ class Collectives(Transport):
     ) -> tuple[tf.Tensor, tf.Tensor]:
         if tensor.shape.num_elements() is None:
             return super().start(tensor, rank, label)
-        self.order.next(rank)
-        whole = self._gather_same_type(tensor[None], self._everyone, rank)
-        return tf.ensure_shape(whole, [self.replicas, *tensor.shape]), tensor
+        group = self._begin(rank)
+        whole = self._gather_same_type(tensor[None], group, rank)
+        return tf.ensure_shape(whole, [len(group.ranks), *tensor.shape]), tensor
 
     def all_to_all(self, rows: tf.Tensor, rank: int, label: str) -> tf.Tensor:
-        self.order.next(rank)
+        group = self._begin(rank)
         # All rows except its own.
-        self._count_ring(rows, self._everyone, rank, rounds=1)
+        self._count_ring(rows, group, rank, rounds=1)
         with tf.device(self.devices[rank]):
-            outgoing = rearranged(rows, self._order(self._everyone))
+            outgoing = rearranged(rows, self._order(group))
             result = tf.raw_ops.CollectiveAllToAllV2(
-                **self._launch(outgoing, self._everyone, rank)
+                **self._launch(outgoing, group, rank)
             )
             run_independently(result.op)
-            result = rearranged(result, self._places(self._everyone))
+            result = rearranged(result, self._places(group))
         return tf.ensure_shape(result, rows.shape)
 
     def broadcast(self, tensors: Tensors, rank: int) -> list[tf.Tensor]:
@@ -174,7 +169,7 @@ class Collectives(Transport):
         # A sum with zeros on all other replicas: exact for every finite or infinite
         # value, and the all-reduce is the one op that every backend has.
         with tf.device(self.devices[rank]):
-            mine = tensor if rank == 0 else tf.zeros_like(tensor)
+            mine = tf.zeros_like(tensor) if self.part_of(rank) else tensor
         if tensor.dtype == tf.bool:
             return tf.cast(self._all_reduce(tf.cast(mine, tf.int32), rank), tf.bool)
         return self._all_reduce(mine, rank)
@@ -182,31 +177,31 @@ class Collectives(Transport):
     def reduce_scatter(
         self, tensors: Tensors, layouts: Layouts, rank: int, label: str
     ) -> list[tf.Tensor]:
+        part = self.part_of(rank)
         if is_mostly_padding(layouts):
             sums = self.all_reduce(tensors, rank, label)
             with tf.device(self.devices[rank]):
                 return [
-                    shard_of(total, layout, rank)
+                    shard_of(total, layout, part)
                     for total, layout in zip(sums, layouts, strict=True)
                 ]
-        self.order.next(rank)
+        group = self._begin(rank)
         with tf.device(self.devices[rank]):
             dtype = tensors[0].dtype
             rows = self._to_sum(tf.concat(to_rows(tensors, layouts), axis=1))
-            if not self.topology.is_two_level:
-                row = self._reduce_scatter(tf.reshape(rows, [-1]), self._everyone, rank)
-                return split_row(tf.cast(row, dtype), layouts, rank)
+            if not self._has_levels:
+                row = self._reduce_scatter(tf.reshape(rows, [-1]), group, rank)
+                return split_row(tf.cast(row, dtype), layouts, part)
             # First each host sums the rows of each local rank on all hosts; then the
             # hosts scatter those.
             hosts, local = self.topology.hosts, self.topology.devices_per_host
             by_place = tf.transpose(
                 tf.reshape(rows, [hosts, local, rows.shape[1]]), [1, 0, 2]
             )
-            within = self._within[self.topology.host_of(rank)]
-            across = self._across[self.topology.local_rank_of(rank)]
-            part = self._reduce_scatter(tf.reshape(by_place, [-1]), within, rank)
-            row = self._reduce_scatter(part, across, rank)
-            return split_row(tf.cast(row, dtype), layouts, rank)
+            within, across = self._levels(rank)
+            of_place = self._reduce_scatter(tf.reshape(by_place, [-1]), within, rank)
+            row = self._reduce_scatter(of_place, across, rank)
+            return split_row(tf.cast(row, dtype), layouts, part)
 
     def all_gather(
         self, shards: Tensors, layouts: Layouts, rank: int, label: str
@@ -215,23 +210,48 @@ class Collectives(Transport):
             # As in `_broadcast`: the sum with zeros.
             with tf.device(self.devices[rank]):
                 placed = [
-                    among_zeros(shard, layout, rank)
+                    among_zeros(shard, layout, self.part_of(rank))
                     for shard, layout in zip(shards, layouts, strict=True)
                 ]
             return self.all_reduce(placed, rank, label)
-        self.order.next(rank)
+        group = self._begin(rank)
         with tf.device(self.devices[rank]):
             row = row_of(shards, layouts)
-            if not self.topology.is_two_level:
-                rows = self._gather_same_type(row[None], self._everyone, rank)
+            if not self._has_levels:
+                rows = self._gather_same_type(row[None], group, rank)
                 return join_rows(rows, layouts)
             hosts, local = self.topology.hosts, self.topology.devices_per_host
-            within = self._within[self.topology.host_of(rank)]
-            across = self._across[self.topology.local_rank_of(rank)]
+            within, across = self._levels(rank)
             of_place = self._gather_same_type(row[None], across, rank)
             by_place = self._gather_same_type(of_place[None], within, rank)
             rows = tf.transpose(by_place, [1, 0, 2])
             return join_rows(tf.reshape(rows, [hosts * local, -1]), layouts)
+
+    def _begin(self, rank: int, what: str = "", tensors: Tensors = ()) -> _RankGroup:
+        """The group of an exchange that the replica begins to build."""
+        group = self._group(rank)
+        self.order.next(rank, what, tensors, group.ranks)
+        return group
+
+    def _group(self, rank: int, groups: Groups | None = None) -> _RankGroup:
+        """The replica's group among `groups`; None: among those of this transport."""
+        ranks = (groups or self.groups).of(rank)
+        if ranks not in self._rank_groups:
+            self._rank_groups[ranks] = _RankGroup(ranks, next_group_key())
+        return self._rank_groups[ranks]
+
+    @property
+    def _has_levels(self) -> bool:
+        """Whether replicas of a host exchange first, and then those across hosts."""
+        return self.topology.is_two_level and self.groups == self.topology.everyone
+
+    def _levels(self, rank: int) -> tuple[_RankGroup, _RankGroup]:
+        """The group within the host, and that across hosts."""
+        topology = self.topology
+        return (
+            self._group(rank, topology.within_hosts),
+            self._group(rank, topology.across_hosts),
+        )
 
     def _to_sum(self, tensor: tf.Tensor) -> tf.Tensor:
         dtype = collective_sum_dtype(
@@ -246,7 +266,7 @@ class Collectives(Transport):
         with the error of a slice instead.
         """
         own = tf.size(flat)
-        sizes = self._gather(own[None], self._everyone, rank)
+        sizes = self._gather(own[None], self._group(rank), rank)
         least, most = tf.reduce_min(sizes), tf.reduce_max(sizes)
         with tf.name_scope("all_reduce_of_unlike_sizes"):
             wanted = tf.where(tf.equal(least, most), own, own + 1)
@@ -264,23 +284,23 @@ class Collectives(Transport):
         return tf.pad(flat, [[0, size - tf.size(flat)]]), number
 
     def _gather_rows(self, rows: tf.Tensor, rank: int) -> tf.Tensor:
-        """`_gather` over all replicas, of an unknown number of rows."""
+        """`_gather` of an unknown number of rows."""
+        group = self._group(rank)
         # The size alone would take 3 rows of 2 for 2 rows of 3, which TensorFlow then
         # refuses, and rows of 0 are an empty buffer.
         if not self._over_nccl and rows.shape[1:].num_elements():
-            return self._gather(rows, self._everyone, rank)
+            return self._gather(rows, group, rank)
         flat, number = self._padded(tf.reshape(rows, [-1]))
-        everyone = self._everyone.of_size(number)
-        whole = self._gather(flat[None], everyone, rank)[:, : tf.size(rows)]
-        count = self.replicas * tf.shape(rows)[:1]
+        whole = self._gather(flat[None], group.of_size(number), rank)
+        whole = whole[:, : tf.size(rows)]
+        count = len(group.ranks) * tf.shape(rows)[:1]
         return tf.reshape(whole, tf.concat([count, tf.shape(rows)[1:]], axis=0))
 
     def _two_level_sum(
         self, flat: tf.Tensor, rank: int, number: tf.Tensor | None
     ) -> tf.Tensor:
         """Reduce-scatter within the host, all-reduce across, all-gather within."""
-        within = self._within[self.topology.host_of(rank)].of_size(number)
-        across = self._across[self.topology.local_rank_of(rank)].of_size(number)
+        within, across = (each.of_size(number) for each in self._levels(rank))
         # A Python number where possible, so that the parts have static shapes.
         elements = flat.shape.num_elements()
         if elements is None:

@@ -8,6 +8,7 @@ sent in it is lost.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ import tensorflow as tf
 from tfdp.compression.method import Exchanged, Method, Slots
 from tfdp.exchange.op_names import COMPRESSED_SUM, WHERE_FINITE
 from tfdp.exchange.packing import Tensors
-from tfdp.exchange.peers import PeerGroup
+from tfdp.exchange.transport import Transport
 from tfdp.lint.registry import register_exchanged
 from tfdp.plan.buckets import TensorInfo, plan_buckets
 from tfdp.plan.communication import Communication
@@ -37,19 +38,28 @@ class Kept(NamedTuple):
 
 
 class CompressedSums:
-    """Sums lists of gradients over `group`, bucket by bucket, by one method."""
+    """Sums lists of gradients, bucket by bucket, by one method.
+
+    The replicas of each group of `within` add up at its first one, which is a peer of
+    those of other groups; None: every replica is a peer. Peers exchange over `among`.
+    """
 
     def __init__(
         self,
         method: Method,
-        group: PeerGroup,
-        devices: Sequence[str],
+        among: Transport,
+        within: Transport | None,
         communication: Communication,
     ):
         self.method = method
-        self.group = group
-        self.devices = tuple(devices)
+        self.peers = among.replicas
+        self.devices = (within or among).devices
+        self._among, self._within = among, within
         self._communication = communication
+
+    def is_peer(self, rank: int) -> bool:
+        """Whether the replica sends compressed gradients to others."""
+        return self._within is None or self._within.part_of(rank) == 0
 
     def exchange(
         self,
@@ -75,13 +85,13 @@ class CompressedSums:
             return self._bucket_by_bucket(gradients, kept, step, rank)
 
         def plain() -> tuple[list[tf.Tensor], list[Kept], tf.Tensor]:
-            values = [tf.cast(gradient, tf.float32) for gradient in gradients]
-            values = self.group.collect(values, rank)
+            values = self._at_peer(gradients, rank)
             mine = tf.constant(0.0)
-            if self.group.speaks(rank):
-                values = self.group.of(rank, "gradients before compression").sum(values)
+            if self.is_peer(rank):
+                label = "gradients before compression"
+                values = self._among.all_reduce(values, rank, label)
                 mine = _is_bad(values)
-            return self.group.distribute(values, rank), list(kept), mine
+            return self._from_peer(values, rank), list(kept), mine
 
         if is_plain is None and self.method.plain_steps:
             is_plain = step < self.method.plain_steps
@@ -141,21 +151,29 @@ class CompressedSums:
                 # next is added up and encoded.
                 with tf.control_dependencies([begun]):
                     mine = [tf.identity(gradients[place]) for place in bucket.indices]
-                values = self.group.collect(
-                    [tf.cast(g, tf.float32) for g in mine], rank
-                )
-                if self.group.speaks(rank):
+                values = self._at_peer(mine, rank)
+                if self.is_peer(rank):
                     before = [kept[place] for place in bucket.indices]
                     values, after, is_bad, begun = self._exchanged(
                         values, before, step, rank, label, begun
                     )
                     left.update(zip(bucket.indices, after, strict=True))
                     bad.append(is_bad)
-                totals = self.group.distribute(values, rank)
+                totals = self._from_peer(values, rank)
             sums.update(zip(bucket.indices, register_exchanged(totals), strict=True))
         in_order = range(len(gradients))
         after = [left[i] for i in in_order if left]
         return [sums[i] for i in in_order], after, sum(bad, tf.constant(0.0))
+
+    def _at_peer(self, gradients: Tensors, rank: int) -> list[tf.Tensor]:
+        """The float32 sums over a peer's group, at the peer."""
+        values = [tf.cast(gradient, tf.float32) for gradient in gradients]
+        return values if self._within is None else self._within.reduce(values, rank)
+
+    def _from_peer(self, values: Tensors, rank: int) -> list[tf.Tensor]:
+        """The peer's tensors on its group; others pass tensors of equal shapes."""
+        within = self._within
+        return list(values) if within is None else within.broadcast(values, rank)
 
     def _bucket_bytes(self, shapes: Sequence[Sequence[int]]) -> int:
         """The bucket size whose compressed message has `MESSAGE_BYTES`."""
@@ -184,12 +202,12 @@ class CompressedSums:
                 value if k.residual is None else tf.add(value, k.residual)
                 for value, k in zip(values, kept, strict=True)
             ]
-        if self.group.size == 1:
+        if self.peers == 1:
             # No peer to send to: use at once what more replicas had left.
             exchanged = Exchanged(values, [tf.zeros_like(v) for v in values], slots)
         else:
-            peers = self.group.of(rank, label)
-            exchanged = self.method.exchange(values, slots, peers, step)
+            peer = _Peer(self._among, rank, label)
+            exchanged = self.method.exchange(values, slots, peer, step)
         after = [
             Kept(None if before.residual is None else left, slots)
             for before, left, slots in zip(
@@ -204,6 +222,35 @@ class CompressedSums:
             numbers = [*exchanged.sums, *values, *left]
         begun = step if exchanged.begun is None else exchanged.begun
         return list(exchanged.sums), after, _is_bad(numbers), begun
+
+
+@dataclasses.dataclass(frozen=True)
+class _Peer:
+    """The `tfdp.compression.method.Peers` of one peer and exchange."""
+
+    transport: Transport
+    rank: int
+    label: str
+
+    @property
+    def size(self) -> int:
+        return self.transport.replicas
+
+    @property
+    def place(self) -> int:
+        return self.transport.part_of(self.rank)
+
+    def sum(self, tensors: Tensors) -> list[tf.Tensor]:
+        return self.transport.all_reduce(tensors, self.rank, self.label)
+
+    def gather(self, words: tf.Tensor) -> tf.Tensor:
+        return self.gather_ahead(words)[0]
+
+    def gather_ahead(self, words: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        return self.transport.start(words, self.rank, self.label)
+
+    def all_to_all(self, rows: tf.Tensor) -> tf.Tensor:
+        return self.transport.all_to_all(rows, self.rank, self.label)
 
 
 def are_finite(values: Sequence[Any]) -> tf.Tensor:

@@ -35,15 +35,6 @@ class ElasticPipeline(Reducer):
         self.hosts = hosts
         self._calls = LinkCalls()
 
-    @property
-    def host_groups(self) -> tuple[tuple[int, ...], ...] | None:
-        """The replicas of this process, in one group."""
-        return (tuple(range(self.transport.replicas)),)
-
-    def sum_within(self, value: tf.Tensor, rank: int) -> tf.Tensor:
-        (total,) = self.all_reduce([tf.convert_to_tensor(value)], rank)
-        return tf.convert_to_tensor(total)
-
     def sum_gradients(
         self,
         gradients: Sequence[Any],

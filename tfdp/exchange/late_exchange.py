@@ -70,11 +70,7 @@ class AsyncExchange:
         slices = [one for one in gradients if isinstance(one, tf.IndexedSlices)]
         dense = [one for one in gradients if not isinstance(one, tf.IndexedSlices)]
         sums = iter(self._inner.reduce(dense, rank))
-        inner, here = self._inner, self._inner.topology.all_ranks
-        joined = []
-        for one in slices:
-            key = f"{inner.begin(rank)}/rows"
-            joined.append(inner.hand.rows_at(one, rank, FIRST, here, key, summed=True))
+        joined = [self._inner.reduce_rows(one, rank, summed=True) for one in slices]
         results: Any = specs
         if rank == FIRST:
             of_slices = iter(joined)
@@ -89,7 +85,7 @@ class AsyncExchange:
             for (total, rows), value in zip(pairs, values, strict=True):
                 sent += [value, total.indices] if rows else [value]
             results = self._outer.call(function, sent, specs)
-        return inner.broadcast(results, rank)
+        return self._inner.broadcast(results, rank)
 
     def decide(self, number: Decide, after: tf.Tensor, rank: int) -> tf.Tensor:
         """Calls `number` on the first replica when `after` exists; returns its int32,

@@ -25,7 +25,7 @@ from tfdp.exchange.packing import (
 from tfdp.exchange.sparse import RowSum
 from tfdp.exchange.transport import Transport
 from tfdp.plan.shards import ShardLayout
-from tfdp.plan.topology import Topology
+from tfdp.plan.topology import Groups, Topology
 
 FIRST = 0
 
@@ -42,9 +42,6 @@ class Levels(Transport):
     that for gradients, and the same half to gather n bytes of weights.
     """
 
-    inner: InProcess
-    outer: OverLink
-
     def __init__(
         self, inner: InProcess, outer: OverLink, *, shards_over_hosts: bool = False
     ):
@@ -57,14 +54,28 @@ class Levels(Transport):
         )
         self.traffic, self.order = inner.traffic, inner.order
         self.replicas = outer.replicas * inner.replicas
-        self.host_groups = (inner.topology.all_ranks,)
         # Calls between hosts have no names: hosts pair them by their order.
         inner.orders_runs = True
         self.late: AsyncExchange = AsyncExchange(inner, outer)
         self._shards_over_hosts = shards_over_hosts
+        self._first_part = 0
         if shards_over_hosts:
             self.shard_parts = self.replicas
-            self.first_part = outer.first_part * inner.replicas
+            self._first_part = outer.part_of(FIRST) * inner.replicas
+
+    def among(self, groups: Groups) -> Transport:
+        """See `Transport`; only the first replica of a host may exchange across hosts.
+
+        Other groups must each be within a host.
+        """
+        if groups == self.topology.across_hosts:
+            return self.outer
+        here = self.topology.within_hosts[self.outer.part_of(FIRST)]
+        inside = groups.inside(here)
+        return super().among(groups) if inside is None else self.inner.among(inside)
+
+    def part_of(self, rank: int) -> int:
+        return self._first_part + rank
 
     @property
     def bytes_between_hosts(self) -> int | None:
@@ -102,72 +113,46 @@ class Levels(Transport):
         self, slices: tf.IndexedSlices, rank: int, how: RowSum
     ) -> tf.IndexedSlices:
         """See `Transport`. One set of rows per host crosses."""
-        key, here = self.inner.begin(rank), self.inner.topology.all_ranks
-        rows = self.inner.hand.rows_at(
-            slices, rank, FIRST, here, f"{key}/within", summed=how.summed
-        )
+        rows = self.inner.reduce_rows(slices, rank, summed=how.summed)
         if rank == FIRST:
             rows = self.outer.all_reduce_rows(rows, FIRST, how)
-        return self.inner.hand.share_rows(rows, rank, FIRST, here, f"{key}/down")
+        return self.inner.broadcast_rows(rows, rank)
 
     def reduce_scatter(
         self, tensors: Tensors, layouts: Layouts, rank: int, label: str
     ) -> list[tf.Tensor]:
-        key = self.inner.begin(rank, "reduce-scatter", tensors)
-        own: Sequence[tf.Tensor | None] = [None] * len(tensors)
         sums = self.inner.reduce(tensors, rank)
         if rank == FIRST and self._shards_over_hosts:
-            own = self.outer.reduce_scatter(sums, self._of_hosts(layouts), FIRST, label)
+            of_hosts = self._of_hosts(layouts)
+            sums = self.outer.reduce_scatter(sums, of_hosts, FIRST, label)
         elif rank == FIRST:
             # Every host has all shards, so every host needs the whole sum; only its
             # distribution within the host is cheaper.
-            own = self.sum_of_hosts(sums, label, self.wire_dtype)
-        return [
-            self._hand_out(ours, tensor.dtype, layout, rank, f"{key}/{place}/down")
-            for place, (ours, tensor, layout) in enumerate(
-                zip(own, tensors, layouts, strict=True)
-            )
-        ]
+            sums = self.sum_of_hosts(sums, label, self.wire_dtype)
+        pairs = zip(sums, layouts, strict=True)
+        return [self._hand_out(total, layout, rank) for total, layout in pairs]
 
-    def _hand_out(
-        self,
-        ours: tf.Tensor | None,
-        dtype: tf.DType,
-        layout: ShardLayout,
-        rank: int,
-        key: str,
-    ) -> tf.Tensor:
+    def _hand_out(self, total: tf.Tensor, layout: ShardLayout, rank: int) -> tf.Tensor:
         """Each replica's shard of what the first replica has: all of this host's."""
-        part = self.first_part + rank
-        if ours is not None:
-            begin, _ = layout.bounds(self.first_part)
-            with tf.device(self.devices[rank]):
-                flat = tf.reshape(ours, [-1])
-            for peer in self.inner.topology.all_ranks[::-1]:
-                start, stop = layout.bounds(self.first_part + peer)
-                with tf.device(self.devices[rank]):
-                    own = flat[start - begin : stop - begin]
-                if peer != FIRST and start < stop:
-                    self.inner.hand.send(own, FIRST, peer, key)
-        elif layout.length(part):
-            like = tf.TensorSpec([layout.length(part)], dtype)
-            own = self.inner.hand.receive(like, FIRST, rank, key)
-        else:
-            with tf.device(self.devices[rank]):
-                own = tf.zeros([0], dtype)
+        ranges, sent, likes = self._ranges(layout), {}, {}
         with tf.device(self.devices[rank]):
-            return to_shard(own, layout, part)
+            if rank == FIRST:
+                flat = tf.reshape(total, [-1])
+                sent = {place: flat[slice(*own)] for place, own in ranges.items()}
+            if rank in ranges:
+                start, stop = ranges[rank]
+                likes = {FIRST: tf.TensorSpec([stop - start], total.dtype)}
+            got = self.inner.swap(sent, likes, rank)
+            own = got[0] if got else tf.zeros([0], total.dtype)
+            return to_shard(own, layout, self.part_of(rank))
 
     def all_gather(
         self, shards: Tensors, layouts: Layouts, rank: int, label: str
     ) -> list[tf.Tensor]:
         if not self._shards_over_hosts:
             return self.inner.all_gather(shards, layouts, rank, label)
-        key = self.inner.begin(rank)
-        ranges = [
-            self._range_at_first(shard, layout, rank, f"{key}/{place}/up")
-            for place, (shard, layout) in enumerate(zip(shards, layouts, strict=True))
-        ]
+        pairs = zip(shards, layouts, strict=True)
+        ranges = [self._range_at_first(*pair, rank) for pair in pairs]
         wholes: Sequence[tf.Tensor | tf.TensorSpec] = whole_specs(shards, layouts)
         if rank == FIRST:
             of_hosts = self._of_hosts(layouts)
@@ -175,23 +160,20 @@ class Levels(Transport):
         return self.inner.broadcast(wholes, rank)
 
     def _range_at_first(
-        self, shard: tf.Tensor, layout: ShardLayout, rank: int, key: str
+        self, shard: tf.Tensor, layout: ShardLayout, rank: int
     ) -> tf.Tensor:
         """This host's shards at its first replica; elsewhere the replica's own."""
-        lengths = self._lengths(layout)
+        ranges = self._ranges(layout)
         with tf.device(self.devices[rank]):
-            own = elements_of(shard, layout, self.first_part + rank)
-        if rank != FIRST:
-            if lengths[rank]:
-                self.inner.hand.send(own, rank, FIRST, key)
-            return own
-        parts = [own]
-        for peer, length in enumerate(lengths):
-            if peer != FIRST and length:
-                like = tf.TensorSpec([length], shard.dtype)
-                parts.append(self.inner.hand.receive(like, peer, FIRST, key))
-        with tf.device(self.devices[rank]):
-            return tf.concat(parts, axis=0) if len(parts) > 1 else own
+            own = elements_of(shard, layout, self.part_of(rank))
+            likes = {
+                place: tf.TensorSpec([stop - start], shard.dtype)
+                for place, (start, stop) in ranges.items()
+                if rank == FIRST
+            }
+            sent = {FIRST: own} if rank in ranges else {}
+            parts = self.inner.swap(sent, likes, rank)
+            return tf.concat(parts, axis=0) if parts else own
 
     def join_shards(
         self, shards: Tensors, layout: ShardLayout, label: str
@@ -201,7 +183,7 @@ class Levels(Transport):
             return whole_from_shards(shards, layout)
         with tf.device(self.devices[FIRST]):
             own = [
-                elements_of(shard, layout, self.first_part + rank)
+                elements_of(shard, layout, self.part_of(rank))
                 for rank, shard in enumerate(shards)
             ]
             ours = tf.concat(own, axis=0)
@@ -211,10 +193,15 @@ class Levels(Transport):
     def _of_hosts(self, layouts: Layouts) -> list[ShardLayout]:
         return [layout.of_hosts(self.inner.replicas) for layout in layouts]
 
-    def _lengths(self, layout: ShardLayout) -> list[int]:
-        """The elements of each of this host's shards, without padding."""
-        parts = range(self.first_part, self.first_part + self.inner.replicas)
-        return list(map(layout.length, parts))
+    def _ranges(self, layout: ShardLayout) -> dict[int, tuple[int, int]]:
+        """The begin and end of non-empty shards among this host's, by replica."""
+        begin, _ = layout.bounds(self._first_part)
+        bounds = [layout.bounds(self.part_of(r)) for r in range(self.inner.replicas)]
+        return {
+            rank: (start - begin, stop - begin)
+            for rank, (start, stop) in enumerate(bounds)
+            if start < stop
+        }
 
     def gather(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
         local = self.inner.gather(tensor, rank)

@@ -39,16 +39,27 @@ class ReplicaOrder:
         #: The branches of `tf.cond` recorded in this run, each with its replica's rank.
         #: All replicas must take the same branch of each.
         self.branches: list[tuple[int, tf.Graph]] = []
-        self._numbers = CallNumbers(replicas)
+        # By the ranks of a group: others need not build the same exchanges.
+        self._numbers: dict[tuple[int, ...], CallNumbers] = collections.defaultdict(
+            lambda: CallNumbers(replicas)
+        )
 
     def begin_run(self) -> None:
         """Starts the tracing of one `strategy.run`: aligns all replicas' counts."""
         self.run_graph = tf.compat.v1.get_default_graph()
         self.branches = []
-        self._numbers.begin_run()
+        for numbers in self._numbers.values():
+            numbers.begin_run()
 
-    def next(self, rank: int, what: str = "", tensors: Tensors = ()) -> int:
-        """The number of this exchange, equal on all replicas; see `CallNumbers.next`.
+    def next(
+        self,
+        rank: int,
+        what: str = "",
+        tensors: Tensors = (),
+        group: tuple[int, ...] = (),
+    ) -> int:
+        """The number of this exchange, equal on all replicas of `group`, which has
+        numbers of its own; see `CallNumbers.next`.
 
         Raises `CollectiveError` inside a `tf.while_loop` of the replica function, or a
         function that XLA compiles.
@@ -79,7 +90,7 @@ class ReplicaOrder:
                 'jacobian with shard="gradients", where weights are whole.'
             )
         self.note_branches(rank)
-        return self._numbers.next(rank, what, tensors)
+        return self._numbers[group].next(rank, what, tensors)
 
     def note_branches(self, rank: int) -> None:
         """Records the conditionals under construction. Exchanges record their own."""

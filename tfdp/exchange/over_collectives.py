@@ -95,8 +95,6 @@ class LevelsOverCollectives(Levels):
     def __init__(self, inner: InProcess, outer: OverLink, hint: str):
         super().__init__(inner, outer)
         self.name, self.hint = "tensorflow", hint
-        # Local training was not tried with these collectives.
-        self.host_groups = None
         # NCCL handles both levels itself; on CPUs the replicas of a host sum first.
         self._over_nccl = hint == "nccl"
         devices = self.devices if self._over_nccl else self.devices[:1]

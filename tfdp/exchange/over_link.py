@@ -36,8 +36,10 @@ class OverLink(Transport):
         self.name = link.name
         self.wire_dtype = wire_dtype
         self.replicas = self.shard_parts = link.workers
-        self.first_part = link.rank
         self._calls = LinkCalls()
+
+    def part_of(self, rank: int) -> int:
+        return self.link.rank
 
     @property
     def bytes_between_hosts(self) -> int | None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import tensorflow as tf
 
 from tfdp._private.step_ops import delay
-from tfdp.errors import CollectiveError
 from tfdp.exchange.in_process import InProcess
 from tfdp.exchange.packing import (
     Layouts,
@@ -57,10 +57,12 @@ class Reducer:
             self.compressed = self.compressed_by(method, across)
 
     @property
-    def host_groups(self) -> tuple[tuple[int, ...], ...] | None:
-        """The replicas of this process, host by host; None: one host, or hosts cannot
-        be distinguished here."""
-        return self.transport.host_groups
+    def within_hosts(self) -> Reducer:
+        """This reducer for sums over the replicas of each host, uncompressed."""
+        part = copy.copy(self)
+        part.transport = self.transport.among(self.transport.topology.within_hosts)
+        part.compressed = None
+        return part
 
     def broadcast(self, value: Any, rank: Any) -> tf.Tensor:
         """The value of replica 0, on all replicas."""
@@ -133,16 +135,6 @@ class Reducer:
         sums = self._by_buckets(values, rank, sum_rows=sum_rows, at_once=at_once)
         is_mean = mean and self.transport.replicas > 1
         return [self._mean(value) for value in sums] if is_mean else sums
-
-    def sum_within(self, value: tf.Tensor, rank: Any) -> tf.Tensor:
-        """The sum of `value` over the replicas of the calling replica's host."""
-        inner = self.transport.inner
-        if inner is None:
-            raise CollectiveError(
-                f"The engine {self.transport.name!r} has no sums within a host."
-            )
-        values = [tf.convert_to_tensor(value)]
-        return register_exchanged(inner.all_reduce(values, rank, "sum")[0])
 
     def _by_buckets(
         self,
@@ -309,7 +301,7 @@ class Reducer:
             if isinstance(transport, InProcess):
                 return transport.reshard(shards, old, new, rank, label)
             wholes = transport.all_gather(shards, old, rank, label)
-            part = transport.first_part + rank
+            part = transport.part_of(rank)
             with tf.device(transport.devices[rank]):
                 return [shard_of(*one, part) for one in zip(wholes, new, strict=True)]
 
@@ -326,18 +318,23 @@ class Reducer:
         """
         from tfdp.compression.method import Method
         from tfdp.exchange.compressed import CompressedSums
-        from tfdp.exchange.peers import peer_group
 
         if not isinstance(method, Method):
             raise TypeError(f"not a method of tfdp.compression: {method!r}")
-        group = peer_group(self.transport, across)
-        return CompressedSums(method, group, self.transport.devices, self.communication)
+        transport, topology = self.transport, self.transport.topology
+        is_one_process = transport.replicas == len(transport.devices)
+        if across == "replicas" and is_one_process:
+            return CompressedSums(method, transport, None, self.communication)
+        among = transport.among(topology.across_hosts)
+        within = transport.among(topology.within_hosts)
+        return CompressedSums(method, among, within, self.communication)
 
     def sum_of_shards(self, value: tf.Tensor, rank: Any) -> tf.Tensor:
         """The sum over the shards of each replica's small value, of equal shapes."""
         if self.transport.shard_parts < self.transport.replicas:
             # The first host's on all: "the same arithmetic on all" in docs/house.md.
-            [total] = self.transport.broadcast([self.sum_within(value, rank)], rank)
+            sums = self.within_hosts.all_reduce([value], rank)
+            [total] = self.transport.broadcast(sums, rank)
         else:
             [total] = self.transport.all_reduce([value], rank, "sum of shards")
         return register_exchanged(total)

@@ -52,6 +52,9 @@ class CrossReplica(Transport):
         """Does nothing: replicas exchange in any graph under construction."""
         yield
 
+    def part_of(self, rank: Any) -> Any:
+        return rank
+
     def all_reduce(
         self, tensors: Tensors, rank: Any, label: str, wire_dtype: str | None = None
     ) -> list[tf.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import copy
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from tfdp.exchange.ordering import ReplicaOrder
 from tfdp.exchange.packing import Layouts, Tensors
 from tfdp.exchange.sparse import RowSum, join_rows, merge_rows
 from tfdp.exchange.traffic import TrafficCount
-from tfdp.plan.topology import Topology
+from tfdp.plan.topology import Groups, Topology
 
 # TensorFlow's names of collective implementations -> readable ones.
 HINT_LABELS = {"nccl": "NCCL", "ring": "TensorFlow's ring"}
@@ -31,7 +32,7 @@ def next_group_key() -> int:
 
 
 class Transport(abc.ABC):
-    """Moves tensors between the replicas of a topology.
+    """Moves tensors between the replicas of a topology, within each of `groups`.
 
     Every replica calls each method once, in the same order, in replica context, while a
     graph is built; `order` matches the calls that belong together. `devices` has a full
@@ -45,18 +46,12 @@ class Transport(abc.ABC):
     reduces_buckets: bool = True
     #: Whether a compiler orders the exchanges, and needs static sizes.
     is_compiled: bool = False
+    #: Whether every method keeps to `groups`, which `among` then replaces.
+    keeps_to_groups: bool = False
     #: The float type in which gradients may travel; None: their own.
     wire_dtype: str | None = None
     #: An `AsyncExchange`: sums between hosts that steps do not wait for; None: none.
     late: Any = None
-    #: The shard of this process's first replica.
-    first_part: int = 0
-    #: The transports within each host (an `InProcess`), and between hosts, which the
-    #: first replica of each host calls; None: no levels.
-    inner: Any = None
-    outer: Any = None
-    #: The replicas of this process, host by host; None: one host, or no `inner`.
-    host_groups: tuple[tuple[int, ...], ...] | None = None
     #: Which implementation TensorFlow's collectives use; "": they are not used.
     hint: str = ""
     #: Joins shards of several hosts, as `Levels.join_shards`; None: all are in here.
@@ -64,11 +59,32 @@ class Transport(abc.ABC):
 
     def __init__(self, devices: Sequence[str], topology: Topology):
         self.devices = tuple(devices)
-        self.topology = topology
-        #: The number of replicas, on all hosts; and of shards of a tensor.
+        self.topology, self.groups = topology, topology.everyone
+        #: The replicas of the largest group, on all hosts; and the shards of a tensor.
         self.replicas = self.shard_parts = len(self.devices)
         self.traffic = TrafficCount(len(self.devices))
         self.order = ReplicaOrder(len(self.devices))
+
+    def among(self, groups: Groups) -> Transport:
+        """The same methods for the replicas of each of `groups`, as if they were all.
+
+        `groups` is a partition of the ranks of all hosts, such as
+        `topology.within_hosts`. Replicas keep their ranks.
+        """
+        if groups == self.groups:
+            return self
+        if not self.keeps_to_groups or sum(map(len, groups)) != len(self.devices):
+            raise CollectiveError(
+                f"The engine {self.name!r} has no exchanges among {groups}."
+            )
+        part = copy.copy(self)
+        part.groups = groups
+        part.replicas = part.shard_parts = max(map(len, groups))
+        return part
+
+    def part_of(self, rank: Any) -> int:
+        """The shard of this process's replica `rank`: its place in its group."""
+        return self.groups.place_of(rank)
 
     @property
     def in_words(self) -> str:
@@ -108,6 +124,10 @@ class Transport(abc.ABC):
 
         `wire_dtype`: the type of wider floats on their way; None: their own.
         """
+
+    def reduce(self, tensors: Tensors, rank: Any) -> list[tf.Tensor]:
+        """The sums at the first replica; elsewhere unspecified tensors."""
+        return self.all_reduce(tensors, rank, "sum")
 
     def all_reduce_rows(
         self, slices: tf.IndexedSlices, rank: Any, how: RowSum
@@ -156,8 +176,8 @@ class Transport(abc.ABC):
         Unknown sizes may differ from step to step. Also returns a tensor that exists
         once the exchange is in flight: the next one may then start.
         """
-        whole = self.gather(tensor[None], rank)
-        return tf.ensure_shape(whole, [self.replicas, *tensor.shape]), tensor
+        whole, size = self.gather(tensor[None], rank), len(self.groups.of(rank))
+        return tf.ensure_shape(whole, [size, *tensor.shape]), tensor
 
     def all_to_all(self, rows: tf.Tensor, rank: int, label: str) -> tf.Tensor:
         """Sends row i to replica i; returns the received rows, by sender.

@@ -7,9 +7,53 @@ topology is plain data: plans for 64 hosts can be made and tested on a laptop.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
+from collections.abc import Iterable, Sequence
 
 from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError
+
+
+class Groups(tuple[tuple[int, ...], ...]):
+    """A partition of ranks, which count from 0: replicas exchange within their group.
+
+    The first of a group is its root, and its order is that of shards and gathers.
+    Raises `ConfigurationError` unless each rank is in one group.
+
+    >>> groups = Groups([(0, 2), (1, 3)])
+    >>> groups.of(3), groups.place_of(3)
+    ((1, 3), 1)
+    """
+
+    def __new__(cls, groups: Iterable[Iterable[int]]) -> Groups:
+        made = super().__new__(cls, map(tuple, groups))
+        ranks = sorted(itertools.chain(*made))
+        if not all(made) or ranks != list(range(len(ranks))):
+            raise ConfigurationError(
+                "Each rank from 0 on must be in one group, and no group be empty. "
+                f"Received: {tuple(made)!r}."
+            )
+        return made
+
+    def of(self, rank: int) -> tuple[int, ...]:
+        """The ranks of the group of `rank`."""
+        return next(group for group in self if rank in group)
+
+    def place_of(self, rank: int) -> int:
+        """The index of `rank` in its group."""
+        return self.of(rank).index(rank)
+
+    def inside(self, ranks: Sequence[int]) -> Groups | None:
+        """The groups of `ranks`, which count from 0 in them; None: a group has others.
+
+        >>> Groups([(0, 1), (2, 3), (4, 5)]).inside([2, 3])
+        ((0, 1),)
+        """
+        own = [group for group in self if not set(group).isdisjoint(ranks)]
+        if any(rank not in ranks for group in own for rank in group):
+            return None
+        return Groups(map(ranks.index, group) for group in own)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,10 +61,8 @@ class Topology:
     """Hosts x devices, host-major; both at least 1, the same number on all hosts.
 
     >>> topology = Topology(hosts=2, devices_per_host=2)
-    >>> topology.within_host_groups
-    ((0, 1), (2, 3))
-    >>> topology.across_host_groups
-    ((0, 2), (1, 3))
+    >>> topology.within_hosts, topology.across_hosts
+    (((0, 1), (2, 3)), ((0, 2), (1, 3)))
     """
 
     hosts: int = 1
@@ -45,38 +87,24 @@ class Topology:
         """Whether there are several hosts with several devices each."""
         return self.hosts > 1 and self.devices_per_host > 1
 
-    def host_of(self, rank: int) -> int:
-        """The host that holds `rank`."""
-        return rank // self.devices_per_host
+    @functools.cached_property
+    def everyone(self) -> Groups:
+        """All ranks, in one group."""
+        return Groups([range(self.num_replicas)])
 
-    def local_rank_of(self, rank: int) -> int:
-        """The index of `rank` within its host."""
-        return rank % self.devices_per_host
-
-    @property
-    def all_ranks(self) -> tuple[int, ...]:
-        """Every rank, in order."""
-        return tuple(range(self.num_replicas))
-
-    @property
-    def within_host_groups(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each host."""
+    @functools.cached_property
+    def within_hosts(self) -> Groups:
+        """The ranks of each host. A rank's place is its device's number on its host."""
         size = self.devices_per_host
-        return tuple(
-            tuple(range(host * size, (host + 1) * size)) for host in range(self.hosts)
+        return Groups(
+            range(host * size, (host + 1) * size) for host in range(self.hosts)
         )
 
-    @property
-    def across_host_groups(self) -> tuple[tuple[int, ...], ...]:
-        """The peers of each local rank, on all hosts."""
-        return tuple(
-            tuple(range(local, self.num_replicas, self.devices_per_host))
-            for local in range(self.devices_per_host)
-        )
-
-    def within_host_group_of(self, rank: int) -> tuple[int, ...]:
-        """The ranks that share the host of `rank`, itself included."""
-        return self.within_host_groups[self.host_of(rank)]
+    @functools.cached_property
+    def across_hosts(self) -> Groups:
+        """The ranks of one device number on all hosts. A rank's place is its host."""
+        size = self.devices_per_host
+        return Groups(range(device, self.num_replicas, size) for device in range(size))
 
     def __str__(self) -> str:
         hosts = "1 host" if self.hosts == 1 else f"{self.hosts} hosts"

@@ -107,7 +107,7 @@ class ShardUpdates:
 
     def part_of(self, rank: int) -> int:
         """The shard that a replica of this process holds."""
-        return self.reducer.transport.first_part + rank
+        return self.reducer.transport.part_of(rank)
 
     def own_shape(self, variable: Any, rank: int) -> tuple[int, ...]:
         """The shape of the gradient's shard that a replica of this process gets."""

@@ -37,7 +37,7 @@ def has_no_effect(sync: Policy, strategy: tf.distribute.Strategy) -> bool:
     idle_options = getattr(strategy, "idle_options", None)
     if sync.across != "hosts" or idle_options is None:
         return False
-    if strategy.extended.reducer.host_groups is not None:
+    if strategy.extended.reducer.transport.topology.hosts > 1:
         return False  # `hierarchy=(2, 2)` simulates hosts
     idle_options.add("sync", "there are no other hosts to train apart from")
     return True

@@ -10,11 +10,10 @@ import tensorflow as tf
 from keras.optimizers import Optimizer
 
 from tfdp.errors import ConfigurationError
+from tfdp.plan.topology import Groups
 from tfdp.step.find_optimizers import optimizers_with_sync
 from tfdp.tracing.keras_steps import name_of_step
 from tfdp.tracing.step import Step
-
-Groups = tuple[tuple[int, ...], ...]
 
 
 def groups_across(strategy: tf.distribute.Strategy, across: str) -> Groups:
@@ -39,17 +38,21 @@ def groups_across(strategy: tf.distribute.Strategy, across: str) -> Groups:
             "replicas. Leave one of the two out."
         )
     if across == "replicas":
-        return tuple((rank,) for rank in range(len(extended.worker_devices)))
-    groups = extended.reducer.host_groups
-    if groups is None:
+        return Groups([rank] for rank in range(len(extended.worker_devices)))
+    transport = extended.reducer.transport
+    topology, elastic = transport.topology, getattr(strategy, "elastic_hosts", None)
+    # Local training was not tried with TensorFlow's collectives.
+    if elastic is None and (topology.hosts == 1 or transport.name == "tensorflow"):
         raise ConfigurationError(
             "sync with across='hosts' lets hosts train locally, and here is one host, "
-            "or an engine without sums within a host (engine='tensorflow'). Set "
+            "or engine='tensorflow', with which local training was not tried. Set "
             "across='replicas' to let each replica train locally, or use several hosts "
             "(tfdp.MultiHostDataParallelStrategy with engine='sockets' or 'mpi', or "
             "Communication(hierarchy=(2, 2)), which simulates them)."
         )
-    return groups
+    # Hosts are alike: replicas of this process have the ranks of the first ones here.
+    hosts = len(extended.worker_devices) // topology.devices_per_host
+    return Groups(topology.within_hosts[:hosts])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -78,7 +81,7 @@ def begin_local_step(
     """
     if isinstance(fn, LocalLook):
         # Others may be in a step, and eager replicas, which take turns, would hang.
-        step.train_in(tuple((rank,) for rank in range(step.replicas)))
+        step.train_in(Groups([rank] for rank in range(step.replicas)))
         return
     own = optimizers_with_sync(optimizers, strategy)
     if not own or name_of_step(fn) != "train_step":

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 from keras.optimizers import Optimizer
 
-from tfdp.chain.groups import GroupState, WithinGroup
+from tfdp.chain.groups import Exact, GroupState
 from tfdp.chain.reduction import Reduction, Stage, reduce
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.compressed import CompressedSums
@@ -95,7 +95,8 @@ class LocalTraining(Stage):
     def _within_group(
         self, state: Sequence[LocalView], reduction: Reduction
     ) -> list[Any]:
-        return reduce(reduction, [GroupState(state)], WithinGroup(self._reducer))
+        sums = Exact(self._reducer.within_hosts)
+        return reduce(reduction, [GroupState(state)], sums)
 
     def _take_state(self, step: Step, rank: int) -> list[LocalView]:
         state = step.trace(rank).of(LocalState).take()

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp._private import frames
-from tfdp._private.names import make_note, note_in_graph, run_independently
+from tfdp._private.names import make_note, note_in_graph, run_unordered
 from tfdp._private.whole_input import taken_whole
 from tfdp.chain.reduction import Reduction, Stage
 from tfdp.chain.step_times import StepTimes
@@ -121,7 +121,7 @@ class RowShares(Stage):
                 stateful=True,
                 name="tfdp_row_shares",
             )
-            run_independently(ends.op)
+            run_unordered(ends)
             note_in_graph(self._ends, ends)
 
     def _next_ends(self, seconds: np.ndarray, rows: np.ndarray) -> np.ndarray:

@@ -406,8 +406,9 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
     def _sum_scalar(self, value: tf.Tensor, rank: Any) -> tf.Tensor:
         context, step = tf.distribute.get_replica_context(), self.extended.current_step
         if step.is_local:
-            is_single = step.group_size == 1
-            return value if is_single else self.extended.reducer.sum_within(value, rank)
+            if step.group_size == 1:
+                return value
+            return self.extended.reducer.within_hosts.all_reduce([value], rank)[0]
         with step.summing_own_parts(rank):
             return context.all_reduce(tf.distribute.ReduceOp.SUM, value)
 

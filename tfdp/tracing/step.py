@@ -21,6 +21,7 @@ from tfdp.errors import ConfigurationError
 from tfdp.lint.findings import Findings
 from tfdp.lint.registry import key_of
 from tfdp.lint.values import PART_OF_ROWS, ROW_SOURCE
+from tfdp.plan.topology import Groups
 from tfdp.tracing.loss_shares import LossShares
 from tfdp.tracing.rows import Batch, DummyRows, OwnParts, Rows, parts_of_batch
 
@@ -97,7 +98,7 @@ class Step:
     traces: Sequence[Trace] = field(init=False)
     mode: Mode = Mode.PLAIN
     #: Local training: the replicas of this process that step together, by group.
-    groups: tuple[tuple[int, ...], ...] | None = None
+    groups: Groups | None = None
     #: Whether there is one replica on one host: its values are the global ones.
     is_of_one: bool = False
     #: Skips steps that are not finite (`tfdp.chain.finite_guard`), or None.
@@ -155,14 +156,14 @@ class Step:
         """Whether this is local training: steps read and update local weights."""
         return self.mode is Mode.LOCAL
 
-    def train_in(self, groups: tuple[tuple[int, ...], ...]) -> None:
+    def train_in(self, groups: Groups) -> None:
         """Makes this local training, in which the replicas of a group step together."""
         self.mode, self.groups = Mode.LOCAL, groups
 
     def group_of(self, rank: int) -> tuple[int, ...]:
         if self.groups is None:
             return tuple(range(self.replicas))
-        return next(group for group in self.groups if rank in group)
+        return self.groups.of(rank)
 
     @property
     def is_even(self) -> bool:
