@@ -64,7 +64,7 @@ QUESTIONS = {
         34,
     ),
     "Is this local training?": Question(
-        r"\.is_local\b|groups_across|group_of\(|share_in_group|total_in_group"
+        r"\.is_local\b|groups_across|group_of\("
         r"|LocalView|\.sync\b|train_in\(|train_apart|local_view",
         (
             *("chain/groups", "exchange/late", "lint/", "step/make_local"),
@@ -72,7 +72,7 @@ QUESTIONS = {
             *("step/late_sums", "step/local_", "step/own_pace", "step/owned"),
             *("step/quorum_rounds", "sync/", "variables/local_view"),
         ),
-        24,
+        17,
     ),
     "Are these rows real?": Question(
         r"dummy|padded|padding|own_part|synthetic",

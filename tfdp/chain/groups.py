@@ -42,8 +42,8 @@ class GroupState(Stage):
     def before(self, reduction: Reduction) -> None:
         step, rank = reduction.step, reduction.rank
         # In a group without rows all replicas have kept the same old value.
-        total, even = step.total_in_group(rank), 1.0 / step.group_size
-        share = tf.where(total > 0, step.share_in_group(rank), even)
+        total, even = step.total_together(rank), 1.0 / step.group_size
+        share = tf.where(total > 0, step.share_together(rank), even)
         reduction.riders += self._addends(share, rank)
 
     def _addends(self, share: tf.Tensor, rank: int) -> list[tf.Tensor]:

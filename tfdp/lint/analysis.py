@@ -316,7 +316,7 @@ class Analysis:
 def _decided_by(condition: Value, value: Value, op: str) -> Value:
     """The value after a branch or a loop; crossed if all rows decide how it runs."""
     is_decision = condition.terms & (LOCAL_TERMS - {Term.ROWS})
-    if is_decision and value.is_local and not value.of_share:
+    if is_decision and value.is_of_replica and not value.of_share:
         return value.crossed(NORMALIZED, op)
     return value
 

@@ -120,7 +120,7 @@ def past_op(lost: Iterable[str]) -> str:
 
 def change_of_gradients(gradient: Value, *, scales_by_hand: bool) -> str | None:
     """How a program changed a gradient before `apply`, if not linearly."""
-    is_sum = gradient.of_all and not gradient.is_local and gradient.target is None
+    is_sum = gradient.of_all and not gradient.is_of_replica and gradient.target is None
     if is_sum and not scales_by_hand:
         return (
             "gradients that an optimizer got were summed over the replicas already "

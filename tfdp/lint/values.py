@@ -126,19 +126,19 @@ class Value:
         return self.but(cross=self.cross | {Crossing(kind, op)})
 
     @property
-    def is_local(self) -> bool:
+    def is_of_replica(self) -> bool:
         """Whether it depends on this replica's rows, not only on their number."""
         return "rows" in self.local
 
     @property
     def is_of_own_rows(self) -> bool:
         """Whether it depends on this replica's rows, or on their number."""
-        return self.is_local or "counts" in self.local
+        return self.is_of_replica or "counts" in self.local
 
     @property
     def is_telling(self) -> bool:
         """Whether what is not known of it may matter."""
-        return self.is_local or self.of_share or bool(self.cross)
+        return self.is_of_replica or self.of_share or bool(self.cross)
 
     @property
     def is_one_row(self) -> bool:

@@ -95,7 +95,7 @@ class Rounds(LocalTraining):
         super().before_step(step)
         if self._elastic is not None:
             self._elastic.before_step()
-            self._elastic.note_rows(step.total_in_group(0))
+            self._elastic.note_rows(step.total_together(0))
 
     def _skip(self, updates: tf.Tensor, rank: int) -> None:
         """Counts updates that this host leaves out, for schedules, too."""

@@ -153,7 +153,7 @@ def _product(value: Any, factor: Any) -> Any:
 
 
 def _share_of_rows(step: Step, rank: Any) -> Any:
-    return 1.0 / step.group_size if step.is_even else step.share_in_group(rank)
+    return 1.0 / step.group_size if step.is_even else step.share_together(rank)
 
 
 def _report_factor(step: Step, rank: Any, value: Any) -> Any:
@@ -163,7 +163,7 @@ def _report_factor(step: Step, rank: Any, value: Any) -> Any:
     if step.is_even:
         return float(step.group_size)
     return tf.math.divide_no_nan(
-        step.total_in_group(rank), tf.cast(step.count_of(rank), tf.float32)
+        step.total_together(rank), tf.cast(step.count_of(rank), tf.float32)
     )
 
 

@@ -94,7 +94,7 @@ def _what_is_counted(
     how = reads.pop(own, None)
     if reads.keys() & handles or (is_added and how is not None):
         return MOVES_BY_ITSELF
-    is_no_sum = value.is_local and value.terms & {Term.ROWS, Term.OTHER}
+    is_no_sum = value.is_of_replica and value.terms & {Term.ROWS, Term.OTHER}
     if is_added or how == SAME:
         return NO_SUM if is_no_sum else None
     if how is None:

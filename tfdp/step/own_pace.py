@@ -116,7 +116,7 @@ class OwnPace(LocalTraining):
         places = [variable_index(self._optimizer, one) for one in own.variables]
         types = [variable.value.dtype for variable in own.variables]
         rate = tf.convert_to_tensor(self._inner.learning_rate)
-        numbers = [tf.cast(rate, tf.float32), own.step.total_in_group(rank)]
+        numbers = [tf.cast(rate, tf.float32), own.step.total_together(rank)]
         # TensorFlow keeps functions of its graphs: this training may end before.
         push, are_rows = weakref.WeakMethod(self._push), list(map(_is_rows, gradients))
         self._pulled[rank] = self._transport.late.call_with(

@@ -174,7 +174,7 @@ def _without_share(
         warn_about_number(step, rank, metric, value)
     if standing is not Standing.SHARE:
         return value
-    in_group = tf.cast(step.share_in_group(rank), value.dtype)
+    in_group = tf.cast(step.share_together(rank), value.dtype)
     return tf.math.divide_no_nan(value, in_group)
 
 

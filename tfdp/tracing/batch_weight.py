@@ -95,7 +95,7 @@ def batch_weight(step: Step, rank: Any) -> tf.Tensor | None:
         totals = []  # tensors of a function that the step has called
     has_rows = len(totals) < len(means) or not means
     if has_rows and step.total_of(rank) is not None:
-        totals.append(step.total_in_group(rank))
+        totals.append(step.total_together(rank))
     if not totals:
         return tf.constant(1.0)
     return totals[0] if len(totals) == 1 else tf.add_n(totals) / len(totals)
@@ -105,7 +105,7 @@ def _made_out(noted: Denominator, step: Step, rank: Any) -> Denominator:
     """Values that depend on no row, such as a GAN's noise, count as rows."""
     if noted.of is not Kind.COUNTED:
         return noted
-    is_of_rows = step.analysis(rank).value(noted.values).is_local
+    is_of_rows = step.analysis(rank).value(noted.values).is_of_replica
     return Denominator(noted.total, noted.total if is_of_rows else None)
 
 

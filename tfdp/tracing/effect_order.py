@@ -407,6 +407,6 @@ def _problem_of(step: Step, op: tf.Operation) -> str | None:
         return (
             f"is assigned by each of {step.replicas} replicas from its previous value"
         )
-    if any(each.is_local for each in found):
+    if any(each.is_of_replica for each in found):
         return "keeps the last replica's value of its own rows"
     return None

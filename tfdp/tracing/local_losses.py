@@ -61,7 +61,7 @@ def local_mean(loss: tf.Tensor) -> tf.Tensor:
     step, rank = found
     loss = _as_tensor("local_mean", loss)
     shares = _shares(step, rank)
-    share = step.share_in_group(rank)
+    share = step.share_together(rank)
     power, is_of_rows = count_power(step, rank, loss)
     is_scaled = is_share(shares, loss, "local_mean") or is_of_rows
     if is_scaled and not power:

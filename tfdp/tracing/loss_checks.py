@@ -131,7 +131,7 @@ def warn_about_added_sum(step: Step, rank: Any, loss: tf.Tensor) -> None:
 def warn_about_sum_of_all(step: Step, rank: Any, losses: tf.Tensor) -> None:
     """Warns of row losses, to be added up, that are equal on all replicas."""
     value = _value_of_several(step, rank, losses)
-    if value is not None and value.of_all and not value.is_local:
+    if value is not None and value.of_all and not value.is_of_replica:
         step.suspicions.add(
             "a loss with reduction='sum' or 'none' depends on the rows of all replicas "
             "(tfdp.losses.all_rows): each replica has the same values, and each counts "

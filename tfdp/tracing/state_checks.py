@@ -78,7 +78,7 @@ def is_of_all_replicas(step: Step, rank: Any, value: Any) -> bool:
     """Whether `value`, of a graph, depends on rows only through exchanges."""
     parts = tf.nest.flatten(value, expand_composites=True)
     found = [step.analysis(rank).value(part) for part in parts]
-    return any(v.of_all for v in found) and not any(v.is_local for v in found)
+    return any(v.of_all for v in found) and not any(v.is_of_replica for v in found)
 
 
 def is_added(value: Value, variable: Any, rank: int) -> bool:

@@ -194,21 +194,22 @@ class Step:
         return rows.total if rows.is_padded else self.batch.total
 
     def share_of(self, rank: Any, dtype: tf.DType = tf.float32) -> tf.Tensor:
-        """n_r / n, over all replicas, a scalar; within a group: `share_in_group`."""
+        """n_r / n, over all replicas, a scalar; see `share_together`."""
         if self.is_even:
             return tf.constant(1.0 / self.replicas, dtype)
         return tf.math.divide_no_nan(
             tf.cast(self.count_of(rank), dtype), tf.cast(self.total_of(rank), dtype)
         )
 
-    def share_in_group(self, rank: Any) -> tf.Tensor:
-        """n_r / n_g: the replica's fraction of its group's samples."""
+    def share_together(self, rank: Any) -> tf.Tensor:
+        """The replica's fraction of the samples of those that step together: n_r / n;
+        in local training, where each group steps alone, n_r / n_g."""
         if self.groups is None:
             return self.share_of(rank)
         if self.is_even:
             return tf.constant(1.0 / self.group_size)
         return tf.math.divide_no_nan(
-            tf.cast(self.count_of(rank), tf.float32), self.total_in_group(rank)
+            tf.cast(self.count_of(rank), tf.float32), self.total_together(rank)
         )
 
     def share_of_group(self, rank: Any) -> tf.Tensor:
@@ -217,8 +218,8 @@ class Step:
             return tf.constant(1.0)
         return tf.add_n([self.share_of(peer) for peer in self.group_of(rank)])
 
-    def total_in_group(self, rank: Any) -> tf.Tensor:
-        """n_g: the samples of the group of `rank`, a float32 scalar."""
+    def total_together(self, rank: Any) -> tf.Tensor:
+        """The samples of those that step together, n or n_g, a float32 scalar."""
         if self.groups is None:
             return tf.cast(self.total_of(rank), tf.float32)
         counts = [self.count_of(peer) for peer in self.group_of(rank)]
