@@ -1,5 +1,6 @@
-"""Keras' global seed generator, under a strategy.
+"""Random numbers of replicas: of `tf.random`, and of Keras' global seed generator.
 
+`tf.random` draws by a seed of the graph, which each replica gets shifted.
 `keras.random.normal(shape)` without a seed draws from a generator that Keras creates on
 first use, one for each thread. Replicas are traced in new threads every time, and a
 trace may create variables only once, so such a layer would fail. Replicas get the
