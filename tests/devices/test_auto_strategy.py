@@ -46,8 +46,8 @@ def test_options_reach_the_strategy():
 @pytest.mark.parametrize(
     "options, error, words",
     [
-        ({"wire_dtype": "bfloat16"}, ConfigurationError, "here, on one host: .*TPU"),
-        ({"cpu_devices": 0}, ConfigurationError, "cpu_devices must be an int"),
+        ({"wire_dtype": "bfloat16"}, ConfigurationError, "on one host: .*TPU"),
+        ({"cpu_devices": 0}, ConfigurationError, "cpu_devices must be None or an int"),
         ({"devices_per_host": True}, ConfigurationError, "devices_per_host must be"),
         ({"cpu_devices": 3}, DeviceError, "already started with 4 logical"),
         ({"devices_per_host": 3}, DeviceError, "already started with 4 logical"),

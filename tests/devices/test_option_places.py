@@ -62,7 +62,6 @@ CELLS = [
 @pytest.fixture(autouse=True)
 def nobody_else(monkeypatch):
     """Workers of their own: the others are this one, as far as the link tells."""
-    monkeypatch.setattr(multi_host, "make_link", StandInLink)
     monkeypatch.setattr(connect_hosts, "make_link", StandInLink)
     monkeypatch.setattr(connect_hosts, "rendezvous_by_collectives", lambda link: None)
     monkeypatch.setattr(multi_host, "join_elastic_hosts", StandInLivingHosts)

@@ -50,16 +50,12 @@ class Compression:
         values = dataclasses.asdict(self)
         return {"method": type(self).__name__, **values, "exclude": [*self.exclude]}
 
-    def check_no_selection(self) -> None:
-        """Raises `ConfigurationError` if gradients are selected; links round all."""
-        for field in dataclasses.fields(Compression):
-            value = getattr(self, field.name)
-            if field.name != "error_feedback" and value != field.default:
-                raise ConfigurationError(
-                    f"{type(self).__name__}({field.name}={value!r}) cannot act between "
-                    "hosts without error feedback: the link rounds every gradient. "
-                    "Leave it out, or pass error_feedback=True."
-                )
+    @property
+    def selects(self) -> bool:
+        """Whether gradients are selected by options that are not the defaults."""
+        names = ("min_bytes", "exclude", "one_dimensional")
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        return any(getattr(self, name) != defaults[name] for name in names)
 
     def require(self, holds: bool, name: str, allowed: str) -> None:
         """Raises `ConfigurationError` with the `allowed` values unless it `holds`."""

@@ -2,45 +2,30 @@
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
-from tfdp.checks import check_one_of, is_whole
 from tfdp.cluster import Cluster, find_cluster
 from tfdp.cluster.tpu import find_tpu
 from tfdp.errors import ConfigurationError
-from tfdp.plan.communication import (
-    Communication,
+from tfdp.plan.communication import Communication, checked_communication
+from tfdp.plan.options import (
+    AUTO,
+    HOSTS,
+    TPU,
+    Given,
     IdleOptions,
-    checked_communication,
+    options_of,
+    refuse_options,
     without_idle_options,
 )
 from tfdp.plan.shards import Sharding, sharding_of
 from tfdp.strategies.data_parallel import DataParallelStrategy
 from tfdp.strategies.devices import find_devices, first_devices, use_virtual_devices
-from tfdp.strategies.startup_checks import BALANCES
 
 if TYPE_CHECKING:
     from tfdp.strategies.tpu import TPUDataParallelStrategy
-
-# Options that cannot take effect, by what was found, and why.
-ON_ONE_HOST = {
-    "wire_dtype": "it is the type of gradients between the cores of a TPU; nothing "
-    "is rounded within a host"
-}
-ON_SEVERAL_HOSTS = {
-    "wire_dtype": "it is the type of gradients between the cores of a TPU; between "
-    "hosts it is communication=tfdp.Communication(wire_dtype=...)",
-    "pad_batches": "hosts take short batches unpadded",
-}
-ON_A_TPU = {
-    "shard_group": "one process drives all cores",
-    "offload": "the cores keep their state",
-    "devices_per_host": "the number of a TPU's cores is fixed",
-}
 
 
 def auto_strategy(
@@ -110,89 +95,50 @@ def auto_strategy(
     print(strategy)
     ```
     """
-    given: dict[str, Any] = {
-        "communication": communication,
-        "shard": shard,
-        "shard_group": shard_group,
-        "shard_min_bytes": shard_min_bytes,
-        "offload": offload,
-        "draws_per_replica": draws_per_replica,
-        "pad_batches": pad_batches,
-        "wire_dtype": wire_dtype,
-        "devices_per_host": devices_per_host,
-        "balance": balance,
-    }
-    options = {name: v for name, v in given.items() if not _is_default(name, v)}
-    counts = {"cpu_devices": cpu_devices, "devices_per_host": devices_per_host}
-    for name, number in counts.items():
-        if number is not None and not is_whole(number, least=1):
-            raise ConfigurationError(
-                f"{name} must be an int of at least 1, or None. Received: {number!r}."
-            )
-    cluster = find_cluster()
-    if cluster is not None and cluster.workers > 1:
-        _refuse(options, ON_SEVERAL_HOSTS, f"{cluster.workers} hosts")
-        from tfdp.strategies.multi_host import MultiHostDataParallelStrategy
-
-        return MultiHostDataParallelStrategy(cluster, **options)
-    rest, idle = without_idle_options(checked_communication(communication))
-    if options.pop("balance", None) is not None:
-        check_one_of("balance", balance, BALANCES)
-        idle["balance"] = "there are no other hosts to share a batch with"
-    tpu = find_tpu()
-    if tpu is not None:
-        return _on_tpu(tpu.address, options, rest, idle)
-    _refuse(options, ON_ONE_HOST, "one host")
-    # All replicas are on this host, so both groups of shards are equal.
+    communication = checked_communication(communication)
     sharding = sharding_of(
         shard, group=shard_group, min_bytes=shard_min_bytes, offload=offload
     )
-    for name in ("shard", "shard_group", "shard_min_bytes", "offload"):
-        options.pop(name, None)
-    options["shard"] = dataclasses.replace(sharding, group="all")
-    devices = _own_devices(cluster, options.pop("devices_per_host", None), cpu_devices)
-    options["communication"] = rest
-    strategy = DataParallelStrategy(devices, **options)
-    strategy.idle_options = IdleOptions("one host", idle)
-    return strategy
-
-
-def _on_tpu(
-    address: Any, options: dict[str, Any], rest: Communication, idle: dict[str, str]
-) -> TPUDataParallelStrategy:
-    from tfdp.strategies.tpu import TPUDataParallelStrategy
-
-    _refuse(options, ON_A_TPU, "a TPU")
-    options["communication"] = _without_bounds(rest)
-    strategy = TPUDataParallelStrategy(address, **options)
-    strategy.idle_options = IdleOptions("a TPU", idle)
-    return strategy
-
-
-def _is_default(name: str, value: Any) -> bool:
-    default = inspect.signature(auto_strategy).parameters[name].default
-    # 0 is not False, and 1 not True: the strategy checks wrong types.
-    return type(value) is type(default) and value == default
-
-
-def _without_bounds(communication: Communication) -> Communication:
-    """`communication` with default timeouts: TPU cores wait for no worker."""
-    defaults = Communication()
-    return dataclasses.replace(
-        communication,
-        timeout_seconds=defaults.timeout_seconds,
-        silence_seconds=defaults.silence_seconds,
-        compare_hosts=defaults.compare_hosts,
+    cluster = find_cluster()
+    hosts = 1 if cluster is None else cluster.workers
+    tpu = find_tpu() if hosts == 1 else None
+    given, idle = without_idle_options(
+        Given(
+            HOSTS if hosts > 1 else AUTO if tpu is None else TPU,
+            hosts,
+            options_of(
+                communication,
+                sharding,
+                draws_per_replica=draws_per_replica,
+                pad_batches=pad_batches,
+                wire_dtype=wire_dtype,
+                balance=balance,
+                devices_per_host=devices_per_host,
+                cpu_devices=cpu_devices,
+            ),
+        )
     )
+    refuse_options(given)
+    fields = {name: given[f"Communication.{name}"] for name in vars(communication)}
+    options = {name: v for name, v in given.values.items() if given.has(name)}
+    options = {name: v for name, v in options.items() if "." not in name}
+    options["communication"] = Communication(**fields)
+    options.pop("cpu_devices", None)
+    if hosts > 1:
+        from tfdp.strategies.multi_host import MultiHostDataParallelStrategy
 
+        return MultiHostDataParallelStrategy(cluster, **options)
+    strategy: DataParallelStrategy | TPUDataParallelStrategy
+    if tpu is not None:
+        from tfdp.strategies.tpu import TPUDataParallelStrategy
 
-def _refuse(options: dict[str, Any], reasons: dict[str, str], where: str) -> None:
-    for name, why in reasons.items():
-        if name in options:
-            raise ConfigurationError(
-                f"auto_strategy({name}={options[name]!r}) has no effect here, on "
-                f"{where}: {why}. Leave it out."
-            )
+        strategy = TPUDataParallelStrategy(tpu.address, **options)
+    else:
+        count = options.pop("devices_per_host", None)
+        devices = _own_devices(cluster, count, cpu_devices)
+        strategy = DataParallelStrategy(devices, **options)
+    strategy.idle_options = IdleOptions("one host" if tpu is None else "a TPU", idle)
+    return strategy
 
 
 def _own_devices(

@@ -34,7 +34,7 @@ from tfdp.errors import (
     LocalStateWarning,
     SameRowsWarning,
 )
-from tfdp.plan.communication import IdleOptions
+from tfdp.plan.options import Given, IdleOptions
 from tfdp.plan.shards import Sharding
 from tfdp.step import build, distillation  # noqa: F401 (replace methods of Keras)
 from tfdp.step.find_optimizers import optimizers_of
@@ -66,6 +66,8 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
     pad_batches: bool | int = False
     #: The workers of this training, and which of them this process is.
     cluster = Cluster(workers=1, rank=0, coordinator=None)
+    #: The options of this strategy.
+    given: Given
     #: Options without effect that were left out; None: they are refused.
     idle_options: IdleOptions | None = None
     _sharding = Sharding()

@@ -8,7 +8,7 @@ from typing import Any
 from tfdp.checks import integer_from
 from tfdp.cluster.machine import installed_versions
 from tfdp.files.asked_for import check_output_path, write_json_for
-from tfdp.plan.communication import IdleOptions
+from tfdp.plan.options import IdleOptions
 from tfdp.progress_bar import progress_bar
 from tfdp.strategies.quiet import import_tensorflow_quietly
 from tfdp.strategies.unused import note_used

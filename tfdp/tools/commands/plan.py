@@ -12,7 +12,8 @@ from tfdp.checks import integer_from
 from tfdp.cluster.machine import installed_versions
 from tfdp.errors import ConfigurationError
 from tfdp.files.asked_for import check_output_paths, write_json_for, write_text_for
-from tfdp.plan.shards import SHARD_STAGES, Sharding
+from tfdp.plan.options import SHARD_STAGES
+from tfdp.plan.shards import Sharding
 from tfdp.plan.sizes import bytes_of
 from tfdp.progress_bar import progress_bar
 from tfdp.strategies.quiet import NOT_NEEDED_FOR_A_STEP, import_tensorflow_quietly

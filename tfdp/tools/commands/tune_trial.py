@@ -83,7 +83,7 @@ def timed_steps(
 
 def _strategy(place: TrialLayout, setting: Setting, timeout_seconds: float) -> Any:
     import tfdp
-    from tfdp.plan.communication import IdleOptions
+    from tfdp.plan.options import IdleOptions
 
     options: dict[str, Any] = {
         "communication": _communication(setting, timeout_seconds),

@@ -14,7 +14,7 @@ from typing import Any
 from tfdp.errors import ConfigurationError
 from tfdp.plan.buckets import Bucket
 from tfdp.plan.communication import MIB, Communication
-from tfdp.plan.shards import SHARD_STAGES
+from tfdp.plan.options import SHARD_STAGES
 from tfdp.plan.topology import Topology
 from tfdp.tools.simulator.model import ModelProfile
 
