@@ -1,6 +1,5 @@
 """docs/options.md, row by row: where each option works, and where it is refused."""
 
-import dataclasses
 import inspect
 import re
 
@@ -15,6 +14,8 @@ from tests.support.stand_in_link import StandInLink
 from tests.support.stand_in_living import StandInLivingHosts
 from tests.support.tpu_stand_in import StandInStrategy
 from tfdp.errors import ConfigurationError
+from tfdp.plan import options
+from tfdp.plan.shards import sharding_of
 from tfdp.strategies import auto, connect_hosts, multi_host
 
 PAGE = (REPOSITORY / "docs" / "options.md").read_text("utf-8")
@@ -59,6 +60,12 @@ CELLS = [
 ]
 
 
+def evaluated(arguments):
+    methods = {name: getattr(tfdp.compression, name) for name in ("Cast", "Int8")}
+    names = {"Communication": tfdp.Communication, "Sharding": tfdp.Sharding, **methods}
+    return eval(f"dict({arguments})", names)  # written in our own page
+
+
 @pytest.fixture(autouse=True)
 def nobody_else(monkeypatch):
     """Workers of their own: the others are this one, as far as the link tells."""
@@ -75,42 +82,150 @@ def nobody_else(monkeypatch):
 @pytest.mark.parametrize("arguments, column, word", CELLS)
 def test_every_cell(arguments, column, word):
     assert word in WORDS
-    methods = {name: getattr(tfdp.compression, name) for name in ("Cast", "Int8")}
-    names = {"Communication": tfdp.Communication, "Sharding": tfdp.Sharding, **methods}
-    options = eval(f"dict({arguments})", names)  # written in our own page
+    given = evaluated(arguments)
     make = COLUMNS[column]
     if word == "-":
         with pytest.raises(TypeError, match="unexpected keyword"):
-            make(**options)
+            make(**given)
     elif word == "refused":
         with pytest.raises(ConfigurationError):
-            make(**options)
+            make(**given)
     else:
-        strategy = make(**options)
+        strategy = make(**given)
         assert strategy.num_replicas_in_sync >= 2
         left_out = strategy.idle_options and strategy.idle_options.lines
         assert bool(left_out) == (word == "no effect")
 
 
-def test_the_table_has_every_option():
-    """Each option of the public constructors stands in some row."""
-    text = " ".join(arguments for arguments, _ in ROWS)
-    fields = [
-        field.name
-        for value in (tfdp.Communication, tfdp.Sharding)
-        for field in dataclasses.fields(value)
-        if field.name != "what"  # the first, which stands without its name
+# By column, who makes the strategy, and on how many hosts.
+MAKERS = {
+    "one": (options.ONE, 1),
+    "several": (options.HOSTS, 2),
+    "one of": (options.HOSTS, 1),
+    "tpu": (options.TPU, 1),
+    "auto": (options.AUTO, 1),
+}
+
+
+def word_of(arguments, maker, hosts):
+    """What the registry says of these arguments."""
+    given = evaluated(arguments)
+    if any(maker not in options.OPTIONS[name].makers for name in given):
+        return "-"
+    sharding = {
+        name: given.pop(argument)
+        for argument, name in (
+            ("shard_group", "group"),
+            ("shard_min_bytes", "min_bytes"),
+            ("offload", "offload"),
+        )
+        if argument in given
+    }
+    try:
+        sharding = sharding_of(given.pop("shard", "none"), **sharding)
+        communication = given.pop("communication", tfdp.Communication())
+        values = options.options_of(communication, sharding, **given)
+        all_given = rest = options.Given(maker, hosts, values, devices=2)
+        idle = {}
+        if maker == options.AUTO:
+            rest, idle = options.without_idle_options(all_given)
+        options.refuse_options(rest)
+    except ConfigurationError:
+        return "refused"
+    if idle:
+        return "no effect"
+    bounds = [
+        options.OPTIONS[name].is_bound and (hosts == 1 or name == "shard_min_bytes")
+        for name in values
+        if all_given.has(name)
     ]
-    strategies = (
-        tfdp.DataParallelStrategy,
-        tfdp.MultiHostDataParallelStrategy,
-        tfdp.TPUDataParallelStrategy,
-    )
-    for strategy in strategies:
-        fields += inspect.signature(strategy.__init__).parameters
-    # Which devices, and which workers, is no option of how.
-    for name in set(fields) - {"self", "cluster", "tpu"}:
-        assert f"{name}=" in text, name
+    return "bound" if bounds and all(bounds) else "works"
+
+
+@pytest.mark.parametrize("arguments, words", ROWS)
+def test_the_registry_says_what_the_page_says(arguments, words):
+    found = [word_of(arguments, *MAKERS[column]) for column in COLUMNS]
+    assert found == words
+
+
+def test_the_table_has_every_option():
+    text = " ".join(arguments for arguments, _ in ROWS)
+    # Which devices, and which workers, is no option of how; `sync` is the optimizer's.
+    rest = {"cluster", "tpu", "cpu_devices", "sync"}
+    for name in set(options.OPTIONS) - rest:
+        assert f"{name.rpartition('.')[2]}=" in text, name
+
+
+CLASSES = {
+    options.ONE: tfdp.DataParallelStrategy,
+    options.HOSTS: tfdp.MultiHostDataParallelStrategy,
+    options.TPU: tfdp.TPUDataParallelStrategy,
+    options.AUTO: tfdp.auto_strategy,
+}
+
+
+def defaults_of(made):
+    """The default of each argument, in the order of the signature."""
+    return {
+        name: parameter.default
+        for name, parameter in inspect.signature(made).parameters.items()
+    }
+
+
+def described(made):
+    """The text of each argument in `Args` of the docstring, in its order."""
+    args = inspect.getdoc(made).partition("Args:\n")[2].partition("\n\n")[0]
+    parts = re.split(r"^  (\w+): ", args, flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+@pytest.mark.parametrize("maker", CLASSES)
+def test_signatures_are_those_of_the_registry(maker):
+    found = defaults_of(CLASSES[maker])
+    assert found == {
+        name: option.default
+        for name, option in options.OPTIONS.items()
+        if maker in option.makers and "." not in name
+    }
+    assert list(described(CLASSES[maker])) == list(found)
+
+
+def test_the_fields_of_communication_are_those_of_the_registry():
+    found = {
+        f"Communication.{k}": v for k, v in defaults_of(tfdp.Communication).items()
+    }
+    options_of_it = {k: v.default for k, v in options.OPTIONS.items() if "." in k}
+    assert found == options_of_it
+    assert list(described(tfdp.Communication)) == list(defaults_of(tfdp.Communication))
+
+
+def test_the_fields_of_a_sharding_are_those_of_the_registry():
+    found = [*defaults_of(tfdp.Sharding).values()]
+    names = ("shard", "shard_group", "shard_min_bytes", "offload")
+    assert found == [options.OPTIONS[name].default for name in names]
+
+
+def test_each_value_of_an_option_is_described_where_the_option_is():
+    texts = {
+        **{f"Communication.{k}": v for k, v in described(tfdp.Communication).items()},
+        **{k: v for each in CLASSES.values() for k, v in described(each).items()},
+    }
+    for each in reversed(CLASSES.values()):
+        for name, text in described(each).items():
+            elsewhere = re.match(r"see `(\w+)`", text)
+            if elsewhere is None:
+                texts[name] = text
+            else:
+                assert not described(CLASSES[elsewhere[1]])[name].startswith("see")
+    for name, option in options.OPTIONS.items():
+        for value in option.values.values if name != "sync" else ():
+            if isinstance(value, str):
+                assert f'"{value}"' in texts[name], (name, value)
+
+
+def test_each_limit_is_one_of_an_option():
+    for limits in options.LIMITS.values():
+        assert set(limits) <= set(options.OPTIONS)
 
 
 @pytest.mark.parametrize(

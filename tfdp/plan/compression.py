@@ -8,7 +8,6 @@ from typing import Any
 
 from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError
-from tfdp.plan.exclusions import check_patterns, is_excluded
 
 CAST_DTYPES = ("bfloat16", "float16")
 
@@ -26,6 +25,9 @@ class Compression:
     one_dimensional: bool = False
 
     def __post_init__(self) -> None:
+        # Loaded by programs that compress, not by all that could.
+        from tfdp.plan.exclusions import check_patterns
+
         for name in ("error_feedback", "one_dimensional"):
             self.require(isinstance(getattr(self, name), bool), name, "True or False")
         self.require(
@@ -79,4 +81,6 @@ class Compression:
         is_small = 4 * elements < max(self.min_bytes, 4)
         if is_small or (len(shape) < 2 and not self.one_dimensional):
             return False
+        from tfdp.plan.exclusions import is_excluded
+
         return not is_excluded(path, self.exclude)

@@ -457,6 +457,11 @@ def _conflicts(
                 yield name, where, limit, values
 
 
+def can_act(given: Given) -> bool:
+    """Whether all options can act where they are given, and with each other."""
+    return next(_conflicts(given), None) is None
+
+
 def refuse_options(given: Given) -> None:
     """Raises ConfigurationError for the first option with a wrong value, or one that
     cannot act where it is given, or with the others."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 from keras.optimizers import Optimizer
@@ -12,9 +12,11 @@ from keras.optimizers import Optimizer
 from tfdp.errors import ConfigurationError
 from tfdp.plan.options import refuse_options
 from tfdp.step.find_optimizers import optimizers_with_sync
-from tfdp.sync.policy import Policy
 from tfdp.tracing.keras_steps import name_of_step
 from tfdp.tracing.step import Step
+
+if TYPE_CHECKING:
+    from tfdp.sync.policy import Policy
 
 Groups = tuple[tuple[int, ...], ...]
 

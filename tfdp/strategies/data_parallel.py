@@ -54,7 +54,8 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
         on every replica, reproducibly from their seed. False: identical draws.
       pad_batches: True: short batches are padded with rows that have no effect, so that
         all have one size and `jit_compile=True` compiles once. A number is the global
-        batch size, for data that do not state it.
+        batch size, for data that do not state it. False: no padding. None: padding on a
+        TPU only, where the program has fixed shapes.
       alone: True: each worker of a launcher trains its own model. False: refused there;
         `tfdp.auto_strategy` trains one model on all workers.
 

@@ -51,13 +51,11 @@ class TPUDataParallelStrategy(ReplicaContextStrategy, tf.distribute.TPUStrategy)
       communication: None, or the defaults; other options are refused.
       shard: "optimizer" (1): each core holds, and updates, 1 / N of the optimizer's
         state, as in ZeRO stage 1. "none" (0): all of it. See docs/sharding.md.
-      shard_min_bytes: variables below this size are not sharded.
+      shard_min_bytes: see `DataParallelStrategy`.
       draws_per_replica: see `DataParallelStrategy`.
-      pad_batches: True: short batches are padded with rows that have no effect, because
-        the program has fixed shapes. A number is the global batch size, for data that
-        do not state it. False: no padding.
-      wire_dtype: "bfloat16" halves the bytes of gradients, rounded to 8 bits; None
-        does not round.
+      pad_batches: see `DataParallelStrategy`.
+      wire_dtype: the type of gradients between the cores: "bfloat16" halves their
+        bytes, rounded to 8 bits; None does not round.
 
     Raises:
       ConfigurationError: for a bad argument, or if Keras' backend is not TensorFlow.

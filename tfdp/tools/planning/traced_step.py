@@ -25,6 +25,7 @@ from tfdp.checks import is_whole
 from tfdp.cluster import Cluster
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.host_group import HostGroup
+from tfdp.hosts.host_link import HostLink
 from tfdp.plan.communication import Communication
 from tfdp.plan.options import PLAN, Given, IdleOptions, fields_of, refuse_options
 from tfdp.plan.shards import Sharding
@@ -290,10 +291,13 @@ class AbsentHosts(MultiHostDataParallelStrategy):
 class _AbsentPeers:
     """A link in graphs that never run: who takes part, and no exchange."""
 
-    name, rank = "sockets", 0
+    name, rank, step_channels = "sockets", 0, HostLink.step_channels
 
     def __init__(self, workers: int):
         self.workers, self.hosts = workers, ["localhost"] * workers
+
+    def close(self) -> None:
+        """Leaves nobody."""
 
     def __getattr__(self, name: str) -> Any:
         raise ConfigurationError(
