@@ -194,11 +194,6 @@ def make_own_pace(
             f"{type(strategy).__name__} with the engine {reducer.transport.name!r}."
         )
     groups = groups_across(strategy, sync)
-    if reducer.communication.wire_dtype is not None:
-        raise ConfigurationError(
-            f"sync={sync!r} pushes gradients in the type of the weights. Leave out "
-            f"Communication(wire_dtype={reducer.communication.wire_dtype!r})."
-        )
     for variable in variables:
         if getattr(variable, "constraint", None) is not None:
             raise ConfigurationError(

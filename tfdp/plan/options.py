@@ -250,6 +250,7 @@ class Limit:
 _idle = functools.partial(Limit, is_left_out=True)
 _LOCKSTEP = "the cores run one program, in lockstep"
 _LINKS = "the cores' links are faster than any encoding"
+_OWN_TYPE = "it pushes gradients in the type of the weights"
 _NO_GRADIENTS = "no gradients cross hosts"
 # By place or option, the options that cannot act there; a text: with no other value
 # than the default.
@@ -433,6 +434,10 @@ LIMITS: dict[Where, dict[str, Limit | str]] = {
             "compresses what a synchronization sends.",
         ),
     },
+    _with("sync", lambda given: given["sync"].has_own_pace): {
+        "Communication.wire_dtype": _OWN_TYPE,
+        "Communication.compression": _OWN_TYPE,
+    },
     _with("sync", lambda given: given["sync"].needs_all_hosts): {
         "Communication.min_hosts": Limit(
             "it needs all hosts, and with min_hosts they may die and come back",
@@ -524,26 +529,3 @@ def fields_of(communication: Any) -> dict[str, Any]:
         f"Communication.{field.name}": getattr(communication, field.name)
         for field in dataclasses.fields(communication)
     }
-
-
-class IdleOptions:
-    """Options of `auto_strategy` without effect `where` it runs, with the reasons.
-
-    >>> idle = IdleOptions("one host", {"min_hosts": "there are no others"})
-    >>> idle.lines
-    ('min_hosts has no effect on one host: there are no others',)
-    """
-
-    def __init__(self, where: str, reasons: Mapping[str, str]):
-        self._where = where
-        self._reasons = dict(reasons)
-
-    def add(self, option: str, why: str) -> None:
-        self._reasons[option] = why
-
-    @property
-    def lines(self) -> tuple[str, ...]:
-        return tuple(
-            f"{option} has no effect on {self._where}: {why}"
-            for option, why in self._reasons.items()
-        )

@@ -15,7 +15,6 @@ from tfdp.plan.options import (
     HOSTS,
     TPU,
     Given,
-    IdleOptions,
     options_of,
     refuse_options,
     without_idle_options,
@@ -61,14 +60,25 @@ def auto_strategy(
       devices_per_host: replicas of each process, at least 1: GPUs, or logical CPUs if
         there is no GPU. None takes all.
       communication: how replicas and hosts exchange tensors; None for the defaults.
-      shard: see `DataParallelStrategy`.
-      shard_group: see `MultiHostDataParallelStrategy`.
-      shard_min_bytes: see `DataParallelStrategy`.
-      offload: see `DataParallelStrategy`.
-      draws_per_replica: see `DataParallelStrategy`.
-      pad_batches: see `DataParallelStrategy`.
-      wire_dtype: see `TPUDataParallelStrategy`.
-      balance: see `MultiHostDataParallelStrategy`.
+      shard: which state is split over the replicas (ZeRO stage): "none" (0),
+        "optimizer" (1: its state), "gradients" (2: and gradients), "parameters"
+        (3: and weights). Or a `tfdp.Sharding`.
+      shard_group: which replicas share the shards: "all" of all hosts, which then need
+        each other to read (or save) a whole variable; or those of each "host", so that
+        every host has all shards and the network traffic is that without shards. No
+        effect on one host.
+      shard_min_bytes: variables below this size, in bytes, are not sharded.
+      offload: "optimizer": the sharded optimizer state stays in host memory, where the
+        CPU updates it; see docs/sharding.md#offload. "none": on the devices.
+      draws_per_replica: True: dropout, noise and augmentation layers draw differently
+        on every replica, reproducibly from their seed. False: identical draws.
+      pad_batches: True: short batches are padded with rows that have no effect, so that
+        all have one size. A number is the global batch size, for data that do not
+        state it. False: no padding. None: padding on a TPU only.
+      wire_dtype: the type of gradients between the cores of a TPU: "bfloat16" halves
+        their bytes, rounded to 8 bits; None does not round.
+      balance: "speed": each host takes rows of the global batch in proportion to its
+        measured speed, so that all end a step together. None: equal parts.
 
     Raises:
       ClusterError: for an incomplete or contradictory cluster in the environment.
@@ -127,7 +137,7 @@ def auto_strategy(
         count = options.pop("devices_per_host", None)
         devices = _own_devices(cluster, count, cpu_devices)
         strategy = DataParallelStrategy(devices, **options)
-    strategy.idle_options = IdleOptions("one host" if tpu is None else "a TPU", idle)
+    strategy.idle_options = idle
     return strategy
 
 

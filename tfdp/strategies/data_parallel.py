@@ -43,19 +43,12 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
     Args:
       devices: names of the devices, one replica each, such as `["GPU:0", "GPU:1"]`;
         None takes all GPUs, or all logical CPUs if there is no GPU.
-      communication: how replicas exchange tensors; None for the defaults.
-      shard: which state is split over the replicas (ZeRO stage): "none" (0),
-        "optimizer" (1: its state), "gradients" (2: and gradients), "parameters"
-        (3: and weights). Or a `tfdp.Sharding`.
-      shard_min_bytes: variables below this size are not sharded.
-      offload: "optimizer": the sharded optimizer state stays in host memory, where the
-        CPU updates it; see docs/sharding.md#offload. "none": on the devices.
-      draws_per_replica: True: dropout, noise and augmentation layers draw differently
-        on every replica, reproducibly from their seed. False: identical draws.
-      pad_batches: True: short batches are padded with rows that have no effect, so that
-        all have one size and `jit_compile=True` compiles once. A number is the global
-        batch size, for data that do not state it. False: no padding. None: padding on a
-        TPU only, where the program has fixed shapes.
+      communication: see `auto_strategy`.
+      shard: see `auto_strategy`.
+      shard_min_bytes: see `auto_strategy`.
+      offload: see `auto_strategy`.
+      draws_per_replica: see `auto_strategy`.
+      pad_batches: see `auto_strategy`; `jit_compile=True` then compiles once.
       alone: True: each worker of a launcher trains its own model. False: refused there;
         `tfdp.auto_strategy` trains one model on all workers.
 

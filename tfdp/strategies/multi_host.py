@@ -68,17 +68,13 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         TF_CONFIG, Slurm, Kubernetes, MPI, torchrun).
       devices_per_host: replicas of this process: None for all GPUs, or the logical
         CPUs; a number splits the CPU if there is no GPU. The same on all hosts.
-      communication: how replicas and hosts exchange tensors; None for the defaults.
-      shard: see `DataParallelStrategy`.
-      shard_group: which replicas share the shards: "all" of all hosts, which then need
-        each other to read (or save) a whole variable; or those of each "host", so that
-        every host has all shards and the network traffic is that without shards.
-      shard_min_bytes: see `DataParallelStrategy`.
-      offload: see `DataParallelStrategy`.
-      draws_per_replica: see `DataParallelStrategy`.
-      balance: None: all hosts get equally many rows of a batch. "speed": the rows of
-        the next batches follow the hosts' measured speed, so that all end a step
-        together (docs/stragglers.md).
+      communication: see `auto_strategy`.
+      shard: see `auto_strategy`.
+      shard_group: see `auto_strategy`.
+      shard_min_bytes: see `auto_strategy`.
+      offload: see `auto_strategy`.
+      draws_per_replica: see `auto_strategy`.
+      balance: see `auto_strategy`, and docs/stragglers.md.
 
     Raises:
       ConfigurationError: without a cluster; for an argument that is bad or has no

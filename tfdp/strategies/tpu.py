@@ -51,11 +51,10 @@ class TPUDataParallelStrategy(ReplicaContextStrategy, tf.distribute.TPUStrategy)
       communication: None, or the defaults; other options are refused.
       shard: "optimizer" (1): each core holds, and updates, 1 / N of the optimizer's
         state, as in ZeRO stage 1. "none" (0): all of it. See docs/sharding.md.
-      shard_min_bytes: see `DataParallelStrategy`.
-      draws_per_replica: see `DataParallelStrategy`.
-      pad_batches: see `DataParallelStrategy`.
-      wire_dtype: the type of gradients between the cores: "bfloat16" halves their
-        bytes, rounded to 8 bits; None does not round.
+      shard_min_bytes: see `auto_strategy`.
+      draws_per_replica: see `auto_strategy`.
+      pad_batches: see `auto_strategy`.
+      wire_dtype: see `auto_strategy`.
 
     Raises:
       ConfigurationError: for a bad argument, or if Keras' backend is not TensorFlow.

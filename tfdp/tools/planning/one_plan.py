@@ -35,8 +35,8 @@ def plan(
         `element_spec`, whose first dimension is the global batch.
       replicas: replicas of each host, at least 1.
       hosts: number of hosts, at least 1.
-      shard: see `DataParallelStrategy`.
-      communication: see `DataParallelStrategy`.
+      shard: see `auto_strategy`.
+      communication: see `auto_strategy`.
       remat: whether `tfdp.remat` makes every layer a block; or its `policy`, such as
         "segments".
       memory_bytes: memory of one replica.

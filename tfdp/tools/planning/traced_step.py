@@ -27,7 +27,7 @@ from tfdp.errors import ConfigurationError
 from tfdp.exchange.host_group import HostGroup
 from tfdp.hosts.host_link import HostLink
 from tfdp.plan.communication import Communication
-from tfdp.plan.options import PLAN, Given, IdleOptions, fields_of, refuse_options
+from tfdp.plan.options import PLAN, Given, fields_of, refuse_options
 from tfdp.plan.shards import Sharding
 from tfdp.sharding.updates import host_of
 from tfdp.strategies.devices import find_devices
@@ -111,7 +111,7 @@ class TracedModel:
                 devices, alone=True, communication=communication, shard=alone
             )
             # As under `auto_strategy`: a `sync` between hosts does nothing here.
-            self._strategy.idle_options = IdleOptions("one host", {})
+            self._strategy.idle_options = {}
         with self._strategy.scope(), large_variables_left_empty(LEAST_EMPTY_BYTES):
             self.model = build()
         is_model = isinstance(self.model, keras.Model)
@@ -199,8 +199,7 @@ class TracedModel:
     @property
     def without_effect(self) -> tuple[str, ...]:
         """The options of the model that the traced step leaves out, and why."""
-        idle = self._strategy.idle_options
-        return () if idle is None else idle.lines
+        return self._strategy.idle_lines
 
     @property
     def trainable_bytes(self) -> int:
