@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import typing
 
 import keras
 import numpy as np
@@ -196,6 +197,16 @@ def test_the_fields_of_communication_are_those_of_the_registry():
     options_of_it = {k: v.default for k, v in options.OPTIONS.items() if "." in k}
     assert found == options_of_it
     assert list(described(tfdp.Communication)) == list(defaults_of(tfdp.Communication))
+
+
+def test_the_types_of_communication_are_those_of_the_registry():
+    for name, hint in typing.get_type_hints(tfdp.Communication).items():
+        values = options.OPTIONS[f"Communication.{name}"].values.values
+        parts = [part for part in typing.get_args(hint) if typing.get_args(part)]
+        literals = parts or [hint] if "Literal" in str(hint) else []
+        stated = [v for each in literals for v in typing.get_args(each) if v is not int]
+        texts = [value for value in values if isinstance(value, str)]
+        assert name == "hierarchy" or stated == texts, name
 
 
 def test_the_fields_of_a_sharding_are_those_of_the_registry():

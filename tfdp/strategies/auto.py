@@ -120,10 +120,9 @@ def auto_strategy(
     )
     refuse_options(given)
     fields = {name: given[f"Communication.{name}"] for name in vars(communication)}
-    options = {name: v for name, v in given.values.items() if given.has(name)}
-    options = {name: v for name, v in options.items() if "." not in name}
+    own = [name for name in given.values if given.has(name) and "." not in name]
+    options = {name: given[name] for name in own if name != "cpu_devices"}
     options["communication"] = Communication(**fields)
-    options.pop("cpu_devices", None)
     if hosts > 1:
         from tfdp.strategies.multi_host import MultiHostDataParallelStrategy
 

@@ -177,19 +177,19 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
             self._group = self._connection.group
         devices = self._find_devices()
         settings = settings_of(self.given, len(devices))
-        let_calls_end_at_exit()
-        # Tells the others that this script has ended, so that they do not wait.
-        atexit.register(self.close)
         if self._group is None:
             self.elastic_hosts = join_elastic_hosts(
                 self.cluster, communication, settings
             )
-            return devices
-        refuse_differences(self._group.link, settings)
-        # Shuffles of `fit` have the same order on all hosts: each takes a part of them.
-        agree_on_seed(self.from_chief(seed_to_share(), "seed"))
-        is_by_name = communication.engine == "tensorflow"
-        self._connection = with_trial(self._connection, devices, is_by_name)
+        let_calls_end_at_exit()
+        # Tells the others that this script has ended, so that they do not wait.
+        atexit.register(self.close)
+        if self._group is not None:
+            refuse_differences(self._group.link, settings)
+            # Shuffles of `fit` have the same order on all hosts: each takes its part.
+            agree_on_seed(self.from_chief(seed_to_share(), "seed"))
+            is_by_name = communication.engine == "tensorflow"
+            self._connection = with_trial(self._connection, devices, is_by_name)
         return devices
 
     def _find_devices(self) -> tuple[str, ...]:
