@@ -305,7 +305,10 @@ LIMITS: dict[Where, dict[str, Limit | str]] = {
         ),
     },
     Where("on one host", lambda given: given.maker in (ONE, AUTO)): {
-        "shard_group": _idle("all replicas are on it"),
+        "shard_group": _idle(
+            "all replicas are on it",
+            advice="Leave group out, or use tfdp.MultiHostDataParallelStrategy.",
+        ),
         "wire_dtype": "it is the type of gradients between the cores of a TPU; nothing "
         "is rounded within a host",
     },
@@ -364,7 +367,7 @@ LIMITS: dict[Where, dict[str, Limit | str]] = {
     Where("with shard='none'", lambda given: not given.has("shard")): {
         "offload": Limit(
             "it keeps each replica's shard of the optimizer's state in host memory, "
-            "and with shard='none' there are no shards",
+            "and there are no shards",
             advice="Add shard='optimizer', also on one device; see "
             "docs/sharding.md#offload.",
         ),
@@ -404,7 +407,9 @@ LIMITS: dict[Where, dict[str, Limit | str]] = {
         ),
     },
     _with("Communication.checksum", lambda given: given.hosts > 1): {
-        "Communication.engine": Limit("only sockets have them", ("auto", "sockets")),
+        "Communication.engine": Limit(
+            "only sockets have checksums", ("auto", "sockets")
+        ),
     },
     _with("Communication.min_hosts", lambda given: given.hosts > 1): {
         "Communication.engine": Limit(
