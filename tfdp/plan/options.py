@@ -492,9 +492,11 @@ def _listed(values: tuple[Any, ...]) -> str:
 
 
 def _shown(name: str, value: Any) -> str:
-    """The option as a program gives it."""
+    """The option as a program gives it, without the arguments of a large value."""
     owner, _, field = name.rpartition(".")
-    return f"{owner}({field}={value!r})" if owner else f"{field}={value!r}"
+    text = repr(value)
+    given = f"{field}={text if len(text) <= 40 else f'{type(value).__name__}(...)'}"
+    return f"{owner}({given})" if owner else given
 
 
 def without_idle_options(given: Given) -> tuple[Given, dict[str, str]]:
