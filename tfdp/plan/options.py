@@ -106,37 +106,28 @@ class Option:
             )
 
 
+_bound = functools.partial(Option, is_bound=True)
 _ENGINES = _one_of("auto", "in_process", "tensorflow", "sockets", "mpi")
 OPTIONS = {
     option.name: option
     for option in (
-        Option("Communication.bucket_bytes", 25 << 20, _whole(1), is_bound=True),
-        Option("Communication.first_bucket_bytes", 1 << 20, _whole(1), is_bound=True),
+        _bound("Communication.bucket_bytes", 25 << 20, _whole(1)),
+        _bound("Communication.first_bucket_bytes", 1 << 20, _whole(1)),
         Option("Communication.hierarchy", "auto", HIERARCHY),
         Option("Communication.engine", "auto", _ENGINES),
-        Option(
-            "Communication.timeout_seconds",
-            600.0,
-            _seconds(0.0, "above 0"),
-            is_bound=True,
-        ),
-        Option(
-            "Communication.silence_seconds",
-            15.0,
-            _seconds(2.0, "of at least 2"),
-            is_bound=True,
-        ),
+        _bound("Communication.timeout_seconds", 600.0, _seconds(0.0, "above 0")),
+        _bound("Communication.silence_seconds", 15.0, _seconds(2.0, "of at least 2")),
         Option("Communication.wire_dtype", None, _one_of(None, *CAST_DTYPES)),
         Option("Communication.compression", None, METHOD),
         Option("Communication.compression_across", "hosts", _one_of(*ACROSS)),
         Option("Communication.repeated_rows", "auto", _one_of("auto", "sum")),
         Option("Communication.min_hosts", None, _whole(1, or_none=True)),
         Option("Communication.checksum", False, SWITCH),
-        Option("Communication.compare_hosts", True, SWITCH, is_bound=True),
+        _bound("Communication.compare_hosts", True, SWITCH),
         Option("communication", None, ANY),
         Option("shard", "none", STAGE),
         Option("shard_group", "all", _one_of("all", "host"), (HOSTS, AUTO)),
-        Option("shard_min_bytes", 32 * 1024, _whole(0), is_bound=True),
+        _bound("shard_min_bytes", 32 * 1024, _whole(0)),
         Option("offload", "none", _one_of("none", "optimizer"), (ONE, HOSTS, AUTO)),
         Option("draws_per_replica", True, ANY),
         Option("pad_batches", None, PADDING, (ONE, TPU, AUTO)),
@@ -148,8 +139,16 @@ OPTIONS = {
         Option("cluster", None, ANY, (HOSTS,)),
         Option("tpu", "local", ANY, (TPU,)),
         Option("alone", False, ANY, (ONE,)),
-        # Of `DistributedOptimizer`.
+        # Of `DistributedOptimizer`, and of the values of `tfdp.sync`.
         Option("sync", None, ANY, ()),
+        Option("sync.across", "hosts", ANY, ()),
+        Option("sync.start_step", 0, ANY, ()),
+        Option("sync.fragments", 1, ANY, ()),
+        Option("sync.overlap_steps", 0, ANY, ()),
+        Option("sync.mixing", None, ANY, ()),
+        Option("sync.compression", None, ANY, ()),
+        Option("sync.quorum", None, ANY, ()),
+        Option("sync.spare", 0, ANY, ()),
     )
 }
 
@@ -172,7 +171,10 @@ class Given:
     devices: int = 0
 
     def __getitem__(self, name: str) -> Any:
-        return self.values.get(name, OPTIONS[name].default)
+        default = OPTIONS[name].default
+        if name.startswith("sync."):
+            return getattr(self["sync"], name.removeprefix("sync."), default)
+        return self.values.get(name, default)
 
     def has(self, name: str) -> bool:
         """Whether the option has another value than its default."""
@@ -223,7 +225,7 @@ class Where:
     def describe(self, given: Given) -> str:
         """The words, with the values of `given`."""
         if self.option:
-            return f"with {_shown(self.option, given[self.option])}{self.words}"
+            return f"with {_shown(self.option, given)}{self.words}"
         return self.words.format(given.hosts)
 
 
@@ -250,6 +252,10 @@ class Limit:
 _idle = functools.partial(Limit, is_left_out=True)
 _LOCKSTEP = "the cores run one program, in lockstep"
 _LINKS = "the cores' links are faster than any encoding"
+_WITHOUT_LATE_HOSTS = Limit(
+    "training goes on without late hosts, which needs several hosts that may come back",
+    advice="Give it to a tfdp.MultiHostDataParallelStrategy, or leave this out.",
+)
 _OWN_TYPE = "it pushes gradients in the type of the weights"
 _NO_GRADIENTS = "no gradients cross hosts"
 # By place or option, the options that cannot act there; a text: with no other value
@@ -422,6 +428,32 @@ LIMITS: dict[Where, dict[str, Limit | str]] = {
         "all hosts",
         "balance": "such hosts train independently, and it splits batches by what all "
         "hosts have measured in the same step",
+        "sync.across": "replicas of one host live and die together",
+        "sync.start_step": "synchronous updates need all hosts in every step",
+        "sync.fragments": "a host comes in when all weights have met",
+        "sync.overlap_steps": "what is on its way could be lost with a host",
+        "sync.mixing": "a host comes in with the outer weights",
+        "sync.compression": "what a method keeps back is owed to the same hosts",
+        "sync.quorum": Limit(
+            "a quorum is from that to all hosts",
+            lambda given: (
+                None,
+                *range(given["Communication.min_hosts"], given.hosts + 1),
+            ),
+        ),
+        "sync.spare": Limit(
+            "so many hosts must be left",
+            lambda given: tuple(
+                range(given.hosts - given["Communication.min_hosts"] + 1)
+            ),
+        ),
+    },
+    Where(
+        "without Communication(min_hosts=...)",
+        lambda given: not given.has("Communication.min_hosts"),
+    ): {
+        "sync.quorum": _WITHOUT_LATE_HOSTS,
+        "sync.spare": _WITHOUT_LATE_HOSTS,
     },
     _with("sync"): {
         "Communication.repeated_rows": "replicas that train locally take the rows of "
@@ -478,25 +510,23 @@ def refuse_options(given: Given) -> None:
     for name, value in given.values.items():
         OPTIONS[name].check(value)
     for name, where, limit, allowed in _conflicts(given):
-        advice = limit.advice
-        if not advice and allowed == (OPTIONS[name].default,):
+        advice = limit.advice or f"Allowed here: {', '.join(map(repr, allowed))}."
+        if not limit.advice and allowed == (OPTIONS[name].default,):
             advice = "Leave out one of the two." if where.option else "Leave it out."
         raise ConfigurationError(
-            f"{_shown(name, given[name])} cannot act {where.describe(given)}: "
-            f"{limit.why}. {advice or 'Allowed here: ' + _listed(allowed)}"
+            f"{_shown(name, given)} cannot act {where.describe(given)}: "
+            f"{limit.why}. {advice}"
         )
 
 
-def _listed(values: tuple[Any, ...]) -> str:
-    return f"{', '.join(map(repr, values))}."
-
-
-def _shown(name: str, value: Any) -> str:
+def _shown(name: str, given: Given) -> str:
     """The option as a program gives it, without the arguments of a large value."""
     owner, _, field = name.rpartition(".")
-    text = repr(value)
-    given = f"{field}={text if len(text) <= 40 else f'{type(value).__name__}(...)'}"
-    return f"{owner}({given})" if owner else given
+    if owner == "sync":
+        owner = type(given["sync"]).__name__
+    value = given[name]
+    text = repr(value) if len(repr(value)) <= 40 else f"{type(value).__name__}(...)"
+    return f"{owner}({field}={text})" if owner else f"{field}={text}"
 
 
 def without_idle_options(given: Given) -> tuple[Given, dict[str, str]]:
