@@ -22,7 +22,7 @@ from benchmarks.shared import (
     write_report,
 )
 from tfdp.cluster.machine import forget_peak, peak_bytes, resident_bytes
-from tfdp.plan.shards import SHARD_STAGES
+from tfdp.plan.options import SHARD_STAGES
 from tfdp.tools.processes.children import ProcessFailed, ask_child
 
 # 12 layers of 2,896 x 2,896: 100.6 million weights.

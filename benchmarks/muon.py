@@ -24,7 +24,7 @@ from benchmarks.shared import (
     run_script,
     write_report,
 )
-from tfdp.plan.shards import SHARD_STAGES
+from tfdp.plan.options import SHARD_STAGES
 from tfdp.tools.processes.children import ProcessFailed, ask_child
 
 LAYERS, WIDTH = 12, 256

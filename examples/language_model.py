@@ -27,7 +27,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdp.plan.shards import SHARD_STAGES, ShardLayout
+from tfdp.plan.options import SHARD_STAGES
+from tfdp.plan.shards import ShardLayout
 from tfdp.tools.report import write_learning_curve
 
 SEED = 7

@@ -46,8 +46,8 @@ def test_options_reach_the_strategy():
 @pytest.mark.parametrize(
     "options, error, words",
     [
-        ({"wire_dtype": "bfloat16"}, ConfigurationError, "here, on one host: .*TPU"),
-        ({"cpu_devices": 0}, ConfigurationError, "cpu_devices must be an int"),
+        ({"wire_dtype": "bfloat16"}, ConfigurationError, "on one host: .*TPU"),
+        ({"cpu_devices": 0}, ConfigurationError, "cpu_devices must be None or an int"),
         ({"devices_per_host": True}, ConfigurationError, "devices_per_host must be"),
         ({"cpu_devices": 3}, DeviceError, "already started with 4 logical"),
         ({"devices_per_host": 3}, DeviceError, "already started with 4 logical"),
@@ -180,7 +180,7 @@ def test_options_between_hosts_have_no_effect_on_one(option, given, taken):
     strategy = tfdp.auto_strategy(communication=communication)
     assert strategy.communication == tfdp.Communication(bucket_bytes=7)
     assert getattr(strategy.communication, option) == taken
-    (line,) = strategy.idle_options.lines
+    (line,) = strategy.idle_lines
     assert line.startswith(f"{option} has no effect on one host: ")
 
 
@@ -196,7 +196,7 @@ def test_options_that_act_on_one_host_do(options):
     communication = tfdp.Communication(**options)
     strategy = tfdp.auto_strategy(communication=communication)
     assert strategy.communication == communication
-    assert strategy.idle_options.lines == ()
+    assert strategy.idle_lines == ()
 
 
 def auto_on_a_tpu(monkeypatch, **options):
@@ -211,10 +211,7 @@ def auto_on_a_tpu(monkeypatch, **options):
 def test_options_between_hosts_have_no_effect_on_a_tpu(monkeypatch):
     options = {"wire_dtype": "bfloat16", "engine": "mpi", "min_hosts": 1}
     strategy = auto_on_a_tpu(monkeypatch, **options, timeout_seconds=7)
-    names = [
-        line.split(" has no effect on a TPU: ")[0]
-        for line in strategy.idle_options.lines
-    ]
+    names = [line.split(" has no effect on a TPU: ")[0] for line in strategy.idle_lines]
     assert sorted(names) == sorted(options)  # a deadline is kept where nobody is late
     with pytest.raises(ConfigurationError, match="hierarchy='flat'.*on a TPU"):
         auto_on_a_tpu(monkeypatch, wire_dtype="bfloat16", hierarchy="flat")
@@ -274,7 +271,7 @@ def test_simulated_hosts_train_apart():
         sync = tfdp.sync.LocalSGD(2)
         optimizer = tfdp.DistributedOptimizer(keras.optimizers.SGD(), sync=sync)
         optimizer.build([keras.Variable(np.zeros(3, "float32"))])
-    assert optimizer.sync == sync and strategy.idle_options.lines == ()
+    assert optimizer.sync == sync and strategy.idle_lines == ()
 
 
 UNUSED = """

@@ -1,8 +1,8 @@
 """docs/options.md, row by row: where each option works, and where it is refused."""
 
-import dataclasses
 import inspect
 import re
+import typing
 
 import keras
 import numpy as np
@@ -15,6 +15,8 @@ from tests.support.stand_in_link import StandInLink
 from tests.support.stand_in_living import StandInLivingHosts
 from tests.support.tpu_stand_in import StandInStrategy
 from tfdp.errors import ConfigurationError
+from tfdp.plan import options
+from tfdp.plan.shards import sharding_of
 from tfdp.strategies import auto, connect_hosts, multi_host
 
 PAGE = (REPOSITORY / "docs" / "options.md").read_text("utf-8")
@@ -59,10 +61,15 @@ CELLS = [
 ]
 
 
+def evaluated(arguments):
+    methods = {name: getattr(tfdp.compression, name) for name in ("Cast", "Int8")}
+    names = {"Communication": tfdp.Communication, "Sharding": tfdp.Sharding, **methods}
+    return eval(f"dict({arguments})", names)  # written in our own page
+
+
 @pytest.fixture(autouse=True)
 def nobody_else(monkeypatch):
     """Workers of their own: the others are this one, as far as the link tells."""
-    monkeypatch.setattr(multi_host, "make_link", StandInLink)
     monkeypatch.setattr(connect_hosts, "make_link", StandInLink)
     monkeypatch.setattr(connect_hosts, "rendezvous_by_collectives", lambda link: None)
     monkeypatch.setattr(multi_host, "join_elastic_hosts", StandInLivingHosts)
@@ -76,42 +83,162 @@ def nobody_else(monkeypatch):
 @pytest.mark.parametrize("arguments, column, word", CELLS)
 def test_every_cell(arguments, column, word):
     assert word in WORDS
-    methods = {name: getattr(tfdp.compression, name) for name in ("Cast", "Int8")}
-    names = {"Communication": tfdp.Communication, "Sharding": tfdp.Sharding, **methods}
-    options = eval(f"dict({arguments})", names)  # written in our own page
+    given = evaluated(arguments)
     make = COLUMNS[column]
     if word == "-":
         with pytest.raises(TypeError, match="unexpected keyword"):
-            make(**options)
+            make(**given)
     elif word == "refused":
         with pytest.raises(ConfigurationError):
-            make(**options)
+            make(**given)
     else:
-        strategy = make(**options)
+        strategy = make(**given)
         assert strategy.num_replicas_in_sync >= 2
-        left_out = strategy.idle_options and strategy.idle_options.lines
-        assert bool(left_out) == (word == "no effect")
+        assert bool(strategy.idle_lines) == (word == "no effect")
+
+
+# By column, who makes the strategy, and on how many hosts.
+MAKERS = {
+    "one": (options.ONE, 1),
+    "several": (options.HOSTS, 2),
+    "one of": (options.HOSTS, 1),
+    "tpu": (options.TPU, 1),
+    "auto": (options.AUTO, 1),
+}
+
+
+def word_of(arguments, maker, hosts):
+    """What the registry says of these arguments."""
+    given = evaluated(arguments)
+    if any(maker not in options.OPTIONS[name].makers for name in given):
+        return "-"
+    sharding = {
+        name: given.pop(argument)
+        for argument, name in (
+            ("shard_group", "group"),
+            ("shard_min_bytes", "min_bytes"),
+            ("offload", "offload"),
+        )
+        if argument in given
+    }
+    try:
+        sharding = sharding_of(given.pop("shard", "none"), **sharding)
+        communication = given.pop("communication", tfdp.Communication())
+        values = options.options_of(communication, sharding, **given)
+        all_given = rest = options.Given(maker, hosts, values, devices=2)
+        idle = {}
+        if maker == options.AUTO:
+            rest, idle = options.without_idle_options(all_given)
+        options.refuse_options(rest)
+    except ConfigurationError:
+        return "refused"
+    if idle:
+        return "no effect"
+    bounds = [
+        options.OPTIONS[name].is_bound and (hosts == 1 or name == "shard_min_bytes")
+        for name in values
+        if all_given.has(name)
+    ]
+    return "bound" if bounds and all(bounds) else "works"
+
+
+@pytest.mark.parametrize("arguments, words", ROWS)
+def test_the_registry_says_what_the_page_says(arguments, words):
+    found = [word_of(arguments, *MAKERS[column]) for column in COLUMNS]
+    assert found == words
 
 
 def test_the_table_has_every_option():
-    """Each option of the public constructors stands in some row."""
     text = " ".join(arguments for arguments, _ in ROWS)
-    fields = [
-        field.name
-        for value in (tfdp.Communication, tfdp.Sharding)
-        for field in dataclasses.fields(value)
-        if field.name != "what"  # the first, which stands without its name
-    ]
-    strategies = (
-        tfdp.DataParallelStrategy,
-        tfdp.MultiHostDataParallelStrategy,
-        tfdp.TPUDataParallelStrategy,
-    )
-    for strategy in strategies:
-        fields += inspect.signature(strategy.__init__).parameters
-    # Which devices, and which workers, is no option of how.
-    for name in set(fields) - {"self", "cluster", "tpu"}:
-        assert f"{name}=" in text, name
+    # Which devices, and which workers, is no option of how; `sync` is the optimizer's.
+    rest = {"cluster", "tpu", "cpu_devices"}
+    rest |= {name for name in options.OPTIONS if name.startswith("sync")}
+    for name in set(options.OPTIONS) - rest:
+        assert f"{name.rpartition('.')[2]}=" in text, name
+
+
+CLASSES = {
+    options.ONE: tfdp.DataParallelStrategy,
+    options.HOSTS: tfdp.MultiHostDataParallelStrategy,
+    options.TPU: tfdp.TPUDataParallelStrategy,
+    options.AUTO: tfdp.auto_strategy,
+}
+
+
+def defaults_of(made):
+    """The default of each argument, in the order of the signature."""
+    return {
+        name: parameter.default
+        for name, parameter in inspect.signature(made).parameters.items()
+    }
+
+
+def described(made):
+    """The text of each argument in `Args` of the docstring, in its order."""
+    args = inspect.getdoc(made).partition("Args:\n")[2].partition("\n\n")[0]
+    parts = re.split(r"^  (\w+): ", args, flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+@pytest.mark.parametrize("maker", CLASSES)
+def test_signatures_are_those_of_the_registry(maker):
+    found = defaults_of(CLASSES[maker])
+    assert found == {
+        name: option.default
+        for name, option in options.OPTIONS.items()
+        if maker in option.makers and "." not in name
+    }
+    assert list(described(CLASSES[maker])) == list(found)
+
+
+def test_the_fields_of_communication_are_those_of_the_registry():
+    found = {
+        f"Communication.{k}": v for k, v in defaults_of(tfdp.Communication).items()
+    }
+    assert found == {
+        name: option.default
+        for name, option in options.OPTIONS.items()
+        if name.startswith("Communication.")
+    }
+    assert list(described(tfdp.Communication)) == list(defaults_of(tfdp.Communication))
+
+
+def test_the_types_of_communication_are_those_of_the_registry():
+    for name, hint in typing.get_type_hints(tfdp.Communication).items():
+        values = options.OPTIONS[f"Communication.{name}"].values.values
+        parts = [part for part in typing.get_args(hint) if typing.get_args(part)]
+        literals = parts or [hint] if "Literal" in str(hint) else []
+        stated = [v for each in literals for v in typing.get_args(each) if v is not int]
+        texts = [value for value in values if isinstance(value, str)]
+        assert name == "hierarchy" or stated == texts, name
+
+
+def test_the_fields_of_a_sharding_are_those_of_the_registry():
+    found = [*defaults_of(tfdp.Sharding).values()]
+    names = ("shard", "shard_group", "shard_min_bytes", "offload")
+    assert found == [options.OPTIONS[name].default for name in names]
+
+
+@pytest.mark.parametrize("maker", CLASSES)
+def test_an_option_is_described_once(maker):
+    """Or again where it differs."""
+    texts = described(tfdp.auto_strategy)
+    for name, text in described(CLASSES[maker]).items():
+        assert maker == options.AUTO or text != texts.get(name)
+        assert re.match(r"(?:see `(\w+)`)?", text)[1] in (None, options.AUTO)
+
+
+def test_each_value_of_an_option_is_described():
+    texts = {f"Communication.{k}": v for k, v in described(tfdp.Communication).items()}
+    texts |= described(tfdp.auto_strategy)
+    for name in texts:
+        for value in options.OPTIONS[name].values.values:
+            assert not isinstance(value, str) or f'"{value}"' in texts[name], name
+
+
+def test_each_limit_is_one_of_an_option():
+    for limits in options.LIMITS.values():
+        assert set(limits) <= set(options.OPTIONS)
 
 
 @pytest.mark.parametrize(

@@ -227,12 +227,6 @@ def test_all_replicas_may_be_in_the_middle_of_their_pass(monkeypatch):
     assert 4 * found.peak_bytes >= 4 * weights + batch_bytes + 3.0 * passes
 
 
-def test_the_device_type_has_no_effect():
-    with pytest.warns(DeprecationWarning, match="device_type=.... has no effect"):
-        found = plan(build, 64, replicas=2, device_type="CPU")
-    assert found == plan(build, 64, replicas=2)
-
-
 def test_the_largest_batch_fits_and_a_larger_one_does_not():
     planner = Planner(build, 64)
     limit = planner.at(1000).needed_bytes
@@ -341,7 +335,7 @@ def test_the_answer_in_words_and_on_a_page():
         (
             64,
             {"hosts": 2, "communication": tfdp.Communication(engine="tensorflow")},
-            "needs connected hosts",
+            "need connected hosts",
         ),
         ((tf.TensorSpec((None, 3), "float32"),), {}, "same, fixed number of rows"),
     ],

@@ -31,7 +31,6 @@ class AgreeingLink(StandInLink):
 @pytest.fixture(autouse=True)
 def nobody_else(monkeypatch):
     """Workers of their own: the others are this one, as far as the link tells."""
-    monkeypatch.setattr(multi_host, "make_link", AgreeingLink)
     monkeypatch.setattr(connect_hosts, "make_link", AgreeingLink)
     monkeypatch.setattr(multi_host, "use_virtual_devices", lambda count: None)
     monkeypatch.setattr(multi_host.atexit, "register", lambda function: None)

@@ -9,7 +9,6 @@ import tfdp
 import tfdp.strategies.tpu
 from tests.support.tpu_stand_in import StandInStrategy
 from tfdp.errors import ConfigurationError, DeviceError, TPUError
-from tfdp.strategies.tpu import check_communication
 
 
 def test_this_machine_without_a_tpu_is_explained():
@@ -105,24 +104,13 @@ def test_an_address_of_another_kind_is_refused(tpu):
 )
 def test_settings_without_a_meaning_are_refused(setting, reason):
     with pytest.raises(ConfigurationError, match=reason):
-        check_communication(tfdp.Communication(**setting))
-
-
-def test_every_setting_of_communication_has_its_reason():
-    import dataclasses
-
-    from tfdp.strategies.tpu import NOT_ON_TPU
-
-    check_communication(tfdp.Communication())
-    check_communication(None)
-    names = {field.name for field in dataclasses.fields(tfdp.Communication)}
-    assert names == set(NOT_ON_TPU)
+        tfdp.TPUDataParallelStrategy(communication=tfdp.Communication(**setting))
 
 
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"shard": "gradients"}, "'none' or 'optimizer' on a TPU"),
+        ({"shard": "gradients"}, "on a TPU: stages 2 and 3.*'none', 'optimizer'"),
         ({"shard_min_bytes": -1}, "shard_min_bytes"),
         ({"wire_dtype": "int8"}, "wire_dtype"),
         ({"pad_batches": 0}, "pad_batches"),

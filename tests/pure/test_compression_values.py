@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 
 from tfdp.errors import ConfigurationError
-from tfdp.plan.communication import Communication, check_idle_options
+from tfdp.plan.communication import Communication
 from tfdp.plan.compression import Compression
+from tfdp.plan.options import Given, fields_of, refuse_options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +56,7 @@ def test_what_communication_refuses(options, words):
 def test_a_link_rounds_all_gradients_alike():
     communication = Communication(compression=Rounding(min_bytes=5))
     with pytest.raises(ConfigurationError, match="rounds every gradient"):
-        check_idle_options(communication, hosts=2)
+        refuse_options(Given(hosts=2, values=fields_of(communication)))
 
 
 def test_what_a_link_does_itself():

@@ -7,10 +7,10 @@ import re
 import pytest
 
 from tfdp.errors import ConfigurationError
+from tfdp.plan.options import SHARD_STAGES
 from tfdp.plan.shards import (
     ALIGNED_ELEMENTS,
     MOST_PADDING,
-    SHARD_STAGES,
     Sharding,
     ShardLayout,
     shard_stage,

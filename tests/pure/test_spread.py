@@ -45,7 +45,7 @@ QUESTIONS = {
         r"|jit_compile",
         (
             *("cluster/tpu", "exchange/tpu", "sharding/tpu", "strategies/tpu"),
-            *("variables/tpu", "_private/tpu"),
+            *("variables/tpu", "_private/tpu", "plan/options"),
         ),
         24,
     ),
@@ -54,14 +54,14 @@ QUESTIONS = {
         (
             *("chain/shards", "cluster/", "data/", "launch/", "plan/shards"),
             "strategies/absent_hosts",
-            *("sharding/", "_private/grain"),
+            *("sharding/", "_private/grain", "plan/options"),
         ),
-        37,
+        33,
     ),
     "Is this gradient rows of a table?": Question(
         r"IndexedSlices|sum_rows|repeated_rows|all_reduce_rows",
         ("chain/table_rows", "exchange/sparse", "hosts/row_sums"),
-        34,
+        33,
     ),
     "Is this local training?": Question(
         r"\.is_local\b|groups_across|group_of\("

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support.package_source import REPOSITORY
-from tfdp.plan.shards import SHARD_STAGES
+from tfdp.plan.options import SHARD_STAGES
 
 PAGE = REPOSITORY.joinpath("docs", "notes", "planned-memory.md").read_text("utf-8")
 # Bytes for each weight: weight, gradient, optimizer state. The paper's Adam keeps a

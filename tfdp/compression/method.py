@@ -10,8 +10,8 @@ from typing import ClassVar, Protocol, TypeAlias
 import tensorflow as tf
 
 from tfdp.errors import ConfigurationError
-from tfdp.plan.communication import ACROSS
 from tfdp.plan.compression import Compression
+from tfdp.plan.options import ACROSS
 
 Tensors: TypeAlias = Sequence[tf.Tensor]
 # A method's state of a variable, by name.

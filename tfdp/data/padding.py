@@ -8,19 +8,8 @@ import tensorflow as tf
 
 from tfdp._private.batch_stages import rows_of_batches
 from tfdp._private.keras_calls import batch_size_of_caller
-from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError, DataError
 from tfdp.tracing.rows import PaddedBatch
-
-
-def check_pad_batches(value: Any) -> bool | int:
-    """`value`, if it is allowed as a strategy's `pad_batches`, else an error."""
-    if isinstance(value, bool) or is_whole(value, least=1):
-        return value
-    raise ConfigurationError(
-        "pad_batches must be True, False, or the global batch size (at least 1). "
-        f"Received: {value!r}."
-    )
 
 
 def is_of_one_size(dataset: Any, replicas: int) -> bool:

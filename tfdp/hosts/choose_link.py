@@ -34,14 +34,9 @@ def make_link(cluster: Cluster, communication: Communication) -> HostLink:
     """The link of `communication.engine`, or the one that suits this process.
 
     Raises:
-      ConfigurationError: the engine cannot cross hosts, or has no coordinator address.
+      ConfigurationError: the engine has no coordinator address.
     """
     engine, _ = link_name(communication)
-    if engine not in ("sockets", "mpi", "tensorflow"):
-        raise ConfigurationError(
-            f"Communication(engine={engine!r}) does not cross hosts. Allowed with "
-            "several workers: 'auto', 'sockets', 'mpi', 'tensorflow'."
-        )
     rank, workers, secret = cluster.rank, cluster.workers, job_secret(cluster)
     seconds = communication.timeout_seconds, communication.silence_seconds
     if engine == "mpi":

@@ -8,7 +8,6 @@ from typing import Any
 
 from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError
-from tfdp.plan.exclusions import check_patterns, is_excluded
 
 CAST_DTYPES = ("bfloat16", "float16")
 
@@ -26,6 +25,9 @@ class Compression:
     one_dimensional: bool = False
 
     def __post_init__(self) -> None:
+        # Loaded by programs that compress, not by all that could.
+        from tfdp.plan.exclusions import check_patterns
+
         for name in ("error_feedback", "one_dimensional"):
             self.require(isinstance(getattr(self, name), bool), name, "True or False")
         self.require(
@@ -50,16 +52,12 @@ class Compression:
         values = dataclasses.asdict(self)
         return {"method": type(self).__name__, **values, "exclude": [*self.exclude]}
 
-    def check_no_selection(self) -> None:
-        """Raises `ConfigurationError` if gradients are selected; links round all."""
-        for field in dataclasses.fields(Compression):
-            value = getattr(self, field.name)
-            if field.name != "error_feedback" and value != field.default:
-                raise ConfigurationError(
-                    f"{type(self).__name__}({field.name}={value!r}) cannot act between "
-                    "hosts without error feedback: the link rounds every gradient. "
-                    "Leave it out, or pass error_feedback=True."
-                )
+    @property
+    def selects(self) -> bool:
+        """Whether gradients are selected by options that are not the defaults."""
+        names = ("min_bytes", "exclude", "one_dimensional")
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        return any(getattr(self, name) != defaults[name] for name in names)
 
     def require(self, holds: bool, name: str, allowed: str) -> None:
         """Raises `ConfigurationError` with the `allowed` values unless it `holds`."""
@@ -83,4 +81,6 @@ class Compression:
         is_small = 4 * elements < max(self.min_bytes, 4)
         if is_small or (len(shape) < 2 and not self.one_dimensional):
             return False
+        from tfdp.plan.exclusions import is_excluded
+
         return not is_excluded(path, self.exclude)

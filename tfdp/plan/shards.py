@@ -10,13 +10,8 @@ import dataclasses
 import math
 from typing import Any
 
-from tfdp.checks import did_you_mean, is_whole
 from tfdp.errors import ConfigurationError
-
-#: Which replicas share shards: all, or those of each host.
-SHARD_GROUPS = ("all", "host")
-#: The values of `shard=`; the index is the stage.
-SHARD_STAGES = ("none", "optimizer", "gradients", "parameters")
+from tfdp.plan.options import OPTIONS, SHARD_STAGES, Given, refuse_options
 
 # A shard that begins at a multiple of this many elements is a view: TensorFlow aligns
 # to 64 bytes, and the narrowest float has one byte.
@@ -33,14 +28,8 @@ def shard_stage(shard: str | int) -> int:
     >>> shard_stage("parameters"), shard_stage(1)
     (3, 1)
     """
-    if shard in SHARD_STAGES:
-        return SHARD_STAGES.index(str(shard))
-    if is_whole(shard, 0, len(SHARD_STAGES) - 1):
-        return shard
-    raise ConfigurationError(
-        f"shard must be one of {', '.join(map(repr, SHARD_STAGES))}, or the ZeRO stage "
-        f"0 to 3. Received: {shard!r}.{did_you_mean(shard, SHARD_STAGES)}"
-    )
+    OPTIONS["shard"].check(shard)
+    return SHARD_STAGES.index(shard) if isinstance(shard, str) else shard
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,25 +65,9 @@ class Sharding:
     def __post_init__(self) -> None:
         # Normalized, so that equal values are equal.
         object.__setattr__(self, "what", SHARD_STAGES[shard_stage(self.what)])
-        if self.group not in SHARD_GROUPS:
-            raise ConfigurationError(
-                f"shard_group must be 'all' or 'host'. Received: {self.group!r}."
-            )
-        if not is_whole(self.min_bytes, least=0):
-            raise ConfigurationError(
-                "shard_min_bytes must be an integer of at least 0. Received: "
-                f"{self.min_bytes!r}."
-            )
-        if self.offload not in ("none", "optimizer"):
-            raise ConfigurationError(
-                f"offload must be 'none' or 'optimizer'. Received: {self.offload!r}."
-            )
-        if self.offloads and not self.stage:
-            raise ConfigurationError(
-                "offload='optimizer' keeps each replica's shard of the optimizer's "
-                "state in host memory, and with shard='none' there are no shards. Add "
-                "shard='optimizer', also on one device; see docs/sharding.md#offload."
-            )
+        names = ("shard", "shard_group", "shard_min_bytes", "offload")
+        values = (self.what, self.group, self.min_bytes, self.offload)
+        refuse_options(Given(values=dict(zip(names, values, strict=True))))
 
     @property
     def stage(self) -> int:

@@ -20,6 +20,7 @@ from tfdp.errors import ConfigurationError
 from tfdp.exchange.elastic_pipeline import ElasticPipeline
 from tfdp.exchange.reducer import Reducer
 from tfdp.hosts.quorum_values import QuorumRules
+from tfdp.plan.options import refuse_options
 from tfdp.step.buffer_synchronization import synchronize_layer_state
 from tfdp.step.elastic_rounds import ElasticRounds, for_each_round
 from tfdp.step.local_training import LocalTraining
@@ -62,7 +63,7 @@ class BackupRounds(LocalTraining):
         updates: LocalView,
     ):
         self._pipeline = strategy.extended.reducer
-        self._rules = rules_of(sync, self._pipeline)
+        self._rules = rules_of(sync, strategy)
         devices = strategy.extended.worker_devices
         super().__init__(strategy, len(devices), optimizer)
         self._weights, self._updates = weights, updates
@@ -166,18 +167,8 @@ class BackupRounds(LocalTraining):
         for_each_round(means, one)
 
 
-def rules_of(sync: BackupWorkers, pipeline: Any) -> QuorumRules:
+def rules_of(sync: BackupWorkers, strategy: tf.distribute.Strategy) -> QuorumRules:
     """Raises ConfigurationError where hosts cannot be spared."""
-    if not isinstance(pipeline, ElasticPipeline):
-        raise ConfigurationError(
-            f"BackupWorkers(spare={sync.spare}) goes on without late hosts, which "
-            "needs Communication(min_hosts=...) and several hosts "
-            "(tfdp.MultiHostDataParallelStrategy). Give it, or spare=0."
-        )
-    hosts, least = pipeline.hosts.workers, pipeline.communication.min_hosts or 1
-    if hosts - sync.spare < least:
-        raise ConfigurationError(
-            f"BackupWorkers.spare must leave Communication(min_hosts={least}) hosts at "
-            f"least, and there are {hosts}. Received: spare={sync.spare}."
-        )
+    refuse_options(strategy.given.replace(sync=sync))
+    hosts = strategy.extended.reducer.hosts.workers
     return QuorumRules(hosts - sync.spare, 0.0, 1, KEPT_ROUNDS)

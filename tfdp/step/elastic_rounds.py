@@ -13,22 +13,9 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp._private.names import ResourceVariable
-from tfdp.errors import ConfigurationError
 from tfdp.exchange.elastic_pipeline import ElasticPipeline
 from tfdp.hosts.elastic_group import LEFT_OUT, MET
-from tfdp.sync.rounds import Sync
 from tfdp.variables.local_view import LocalView
-
-# Allowed values of a sync's options, and why.
-ALLOWED = {
-    "across": ("hosts", "replicas of one host live and die together"),
-    "start_step": (0, "synchronous updates need all hosts in every step"),
-    "fragments": (1, "a host comes in when all weights have met"),
-    "overlap_steps": (0, "what is on its way could be lost with a host"),
-    "mixing": (None, "a host comes in with the outer weights"),
-    "compression": (None, "what a method keeps back is owed to the same hosts"),
-}
-
 
 #: Returns all variables that a joining host needs.
 State = Callable[[], Sequence[LocalView]]
@@ -108,17 +95,10 @@ def for_each_round(
 
 
 def elastic_rounds(
-    sync: Sync, strategy: tf.distribute.Strategy, state: State
+    strategy: tf.distribute.Strategy, state: State
 ) -> ElasticRounds | None:
-    """The rounds of a strategy with elastic hosts; refuses unsupported options."""
+    """The rounds of a strategy with elastic hosts; None: of one without."""
     reducer = strategy.extended.reducer
     if not isinstance(reducer, ElasticPipeline):
         return None
-    for name, (allowed, why) in ALLOWED.items():
-        value = getattr(sync, name, allowed)
-        if value != allowed:
-            raise ConfigurationError(
-                f"{type(sync).__name__}({name}={value!r}) does not go with "
-                f"Communication(min_hosts=...): {why}. Allowed there: {allowed!r}."
-            )
     return ElasticRounds(reducer, strategy.extended.worker_devices, state)

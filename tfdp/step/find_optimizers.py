@@ -39,7 +39,7 @@ def has_no_effect(sync: Policy, strategy: tf.distribute.Strategy) -> bool:
         return False
     if strategy.extended.reducer.transport.topology.hosts > 1:
         return False  # `hierarchy=(2, 2)` simulates hosts
-    idle_options.add("sync", "there are no other hosts to train apart from")
+    idle_options["sync"] = "there are no other hosts to train apart from"
     return True
 
 

@@ -83,7 +83,7 @@ class Rounds(LocalTraining):
         self._in_flight: list[AsyncMeans] = []
         if self._overlap_steps:
             self._make_room(strategy)
-        self._elastic = elastic_rounds(sync, strategy, self._state_of_host)
+        self._elastic = elastic_rounds(strategy, self._state_of_host)
         if isinstance(sync, DiLoCo) and sync.quorum is not None:
             from tfdp.step.quorum_rounds import quorum_rounds
 

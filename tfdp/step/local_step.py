@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 from keras.optimizers import Optimizer
 
 from tfdp.errors import ConfigurationError
+from tfdp.plan.options import refuse_options
 from tfdp.plan.topology import Groups
 from tfdp.step.find_optimizers import optimizers_with_sync
 from tfdp.tracing.keras_steps import name_of_step
 from tfdp.tracing.step import Step
 
+if TYPE_CHECKING:
+    from tfdp.sync.policy import Policy
 
-def groups_across(strategy: tf.distribute.Strategy, across: str) -> Groups:
+
+def groups_across(strategy: tf.distribute.Strategy, sync: Policy) -> Groups:
     """The replicas of this process that step together, by group; ConfigurationError if
-    this strategy's replicas cannot train locally."""
+    this strategy's replicas cannot train so."""
     extended = strategy.extended
     if getattr(strategy, "compiles_steps", True):
         raise ConfigurationError(
@@ -26,18 +30,8 @@ def groups_across(strategy: tf.distribute.Strategy, across: str) -> Groups:
             "cannot. Use tfdp.DataParallelStrategy or "
             "tfdp.MultiHostDataParallelStrategy, or leave sync out."
         )
-    if extended.shards is not None:
-        raise ConfigurationError(
-            "sync=... gives each replica its own weights and optimizer state, and "
-            f"shard={strategy.shard!r} spreads one copy over replicas, within hosts, "
-            "too (docs/options.md says why). Leave one of the two out."
-        )
-    if strategy.pad_batches:
-        raise ConfigurationError(
-            "sync=... does not go with pad_batches: its rows are counted over all "
-            "replicas. Leave one of the two out."
-        )
-    if across == "replicas":
+    refuse_options(strategy.given.replace(sync=sync))
+    if sync.across == "replicas":
         return Groups([rank] for rank in range(len(extended.worker_devices)))
     transport = extended.reducer.transport
     topology, elastic = transport.topology, getattr(strategy, "elastic_hosts", None)
@@ -104,7 +98,7 @@ def begin_local_step(
             "Give one optimizer for all variables, or leave out min_hosts."
         )
     if all(optimizer.sync.trains_locally for optimizer in own):
-        step.train_in(groups_across(strategy, across.pop()))
+        step.train_in(groups_across(strategy, own[0].sync))
     for place, optimizer in enumerate(own):
         # What layers store belongs to the model: its first optimizer handles it.
         state = fn.__self__.non_trainable_variables if place == 0 else ()

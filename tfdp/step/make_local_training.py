@@ -78,8 +78,7 @@ def make_local_training(
         return make_own_pace(optimizer, sync, variables)
     if not isinstance(sync, LateSums):
         return None
-    groups = groups_across(strategy, sync.across)
-    check_communication(strategy, sync)
+    groups = groups_across(strategy, sync)
     # Its file is imported where it is used.
     from tfdp.step.late_sums import LateUpdates
 
@@ -95,33 +94,6 @@ def make_local_training(
         optimizer=optimizer,
         update=update,
     )
-
-
-def check_communication(strategy: Any, sync: Policy) -> None:
-    """Refuses options of `Communication` that `sync` cannot follow."""
-    reducer = strategy.extended.reducer
-    if reducer.compressed is not None:
-        raise ConfigurationError(
-            f"Communication(compression={reducer.compressed.method!r}) and sync=... "
-            "both determine what hosts send. Leave out one of them; "
-            "tfdp.sync.DiLoCo(compression=...) compresses what a synchronization sends."
-        )
-    communication = getattr(reducer, "communication", None)
-    if communication is None:
-        return
-    if communication.repeated_rows != "auto":
-        raise ConfigurationError(
-            "Communication(repeated_rows='sum') does not work with sync=...: replicas "
-            "that train locally take the rows of an embedding as they come. Leave it "
-            "out."
-        )
-    is_own_pace = isinstance(sync, Asynchronous)
-    if (isinstance(sync, LateSums) or is_own_pace) and communication.min_hosts:
-        raise ConfigurationError(
-            f"sync={sync!r} needs all hosts, and "
-            "Communication(min_hosts=...) lets hosts die and come back. Use "
-            "tfdp.sync.DiLoCo with it, or leave min_hosts out."
-        )
 
 
 def keep_by_group(variable: LocalView, groups: Sequence[Sequence[int]]) -> None:
@@ -149,8 +121,7 @@ def make_rounds(
     strategy = strategy_of(optimizer)
     if is_default_strategy(strategy):
         return None
-    groups = groups_across(strategy, sync.across)
-    check_communication(strategy, sync)
+    groups = groups_across(strategy, sync)
     for variable in own:
         if isinstance(variable, LocalView):
             keep_by_group(variable, groups)
@@ -217,19 +188,13 @@ def make_own_pace(
     """The training of a built optimizer at the hosts' own pace."""
     strategy = strategy_of(optimizer)
     link, reducer = getattr(strategy, "link", None), strategy.extended.reducer
-    check_communication(strategy, sync)
     if link is None or reducer.transport.name != "sockets":
         raise ConfigurationError(
             f"sync={sync!r} needs several hosts (tfdp.MultiHostDataParallelStrategy) "
             "with Communication(engine='sockets'), over which they push. Received: "
             f"{type(strategy).__name__} with the engine {reducer.transport.name!r}."
         )
-    groups = groups_across(strategy, sync.across)
-    if reducer.communication.wire_dtype is not None:
-        raise ConfigurationError(
-            f"sync={sync!r} pushes gradients in the type of the weights. Leave out "
-            f"Communication(wire_dtype={reducer.communication.wire_dtype!r})."
-        )
+    groups = groups_across(strategy, sync)
     for variable in variables:
         if getattr(variable, "constraint", None) is not None:
             raise ConfigurationError(

@@ -70,24 +70,14 @@ def quorum_rounds(
     elastic: ElasticRounds | None,
     state: State,
     skip: Skip,
-) -> ElasticRounds:
+) -> ElasticRounds | None:
     """The rounds of a sync with a quorum; `elastic` itself if the quorum is all hosts.
 
     `skip`: called in a replica with a number of updates that this host leaves out.
     """
-    pipeline, quorum = strategy.extended.reducer, sync.quorum
-    if elastic is None or not isinstance(pipeline, ElasticPipeline) or quorum is None:
-        raise ConfigurationError(
-            f"DiLoCo(quorum={quorum}) goes on without late hosts, which needs "
-            "Communication(min_hosts=...), of at most the quorum, and several hosts "
-            "(tfdp.MultiHostDataParallelStrategy). Give it, or leave out quorum."
-        )
-    hosts, least = pipeline.hosts.workers, pipeline.communication.min_hosts
-    if not (least or 1) <= quorum <= hosts:
-        raise ConfigurationError(
-            f"DiLoCo.quorum must be from Communication(min_hosts={least}) to the "
-            f"number of hosts, {hosts}. Received: {quorum}."
-        )
+    pipeline = strategy.extended.reducer
+    hosts = pipeline.hosts.workers
+    quorum = sync.quorum or hosts
     timeout = pipeline.communication.timeout_seconds
     if sync.grace_seconds and (quorum == hosts or sync.grace_seconds >= timeout):
         raise ConfigurationError(

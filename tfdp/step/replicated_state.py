@@ -49,9 +49,9 @@ def replicated_state_of(
             optimizer.make_equal()
     alone = [0] * len(strategy.extended.worker_devices)
     syncs = [getattr(optimizer, "sync", None) for optimizer in optimizers]
-    across = next((sync.across for sync in syncs if sync is not None), None)
+    sync = next((sync for sync in syncs if sync is not None), None)
     everything = (tuple(range(len(alone))),)
-    for group in everything if across is None else groups_across(strategy, across):
+    for group in everything if sync is None else groups_across(strategy, sync):
         for rank in group:
             alone[rank] = first_rank + group[0]
     is_waiting = any(map(is_between_updates, optimizers))

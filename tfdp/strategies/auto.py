@@ -2,45 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
-from tfdp.checks import check_one_of, is_whole
 from tfdp.cluster import Cluster, find_cluster
 from tfdp.cluster.tpu import find_tpu
 from tfdp.errors import ConfigurationError
-from tfdp.plan.communication import (
-    Communication,
-    IdleOptions,
-    checked_communication,
+from tfdp.plan.communication import Communication, checked_communication
+from tfdp.plan.options import (
+    AUTO,
+    HOSTS,
+    TPU,
+    Given,
+    options_of,
+    refuse_options,
     without_idle_options,
 )
 from tfdp.plan.shards import Sharding, sharding_of
 from tfdp.strategies.data_parallel import DataParallelStrategy
 from tfdp.strategies.devices import find_devices, first_devices, use_virtual_devices
-from tfdp.strategies.startup_checks import BALANCES
 
 if TYPE_CHECKING:
     from tfdp.strategies.tpu import TPUDataParallelStrategy
-
-# Options that cannot take effect, by what was found, and why.
-ON_ONE_HOST = {
-    "wire_dtype": "it is the type of gradients between the cores of a TPU; nothing "
-    "is rounded within a host"
-}
-ON_SEVERAL_HOSTS = {
-    "wire_dtype": "it is the type of gradients between the cores of a TPU; between "
-    "hosts it is communication=tfdp.Communication(wire_dtype=...)",
-    "pad_batches": "hosts take short batches unpadded",
-}
-ON_A_TPU = {
-    "shard_group": "one process drives all cores",
-    "offload": "the cores keep their state",
-    "devices_per_host": "the number of a TPU's cores is fixed",
-}
 
 
 def auto_strategy(
@@ -66,8 +50,8 @@ def auto_strategy(
     `fit` of a job show which.
 
     Options between hosts have no effect on one host or a TPU, and the first `fit` says
-    so: `wire_dtype`, `compression`, `min_hosts`, `checksum` and the engines "sockets"
-    and "mpi" of `Communication`, `sync` of `DistributedOptimizer`, `balance`.
+    so: `balance`, `shard_group`, `sync` of `DistributedOptimizer`, and some of
+    `Communication` (docs/options.md).
 
     Args:
       cpu_devices: without GPU, TPU and launcher, the number of logical CPUs to split
@@ -79,12 +63,13 @@ def auto_strategy(
       shard: which state is split over the replicas (ZeRO stage): "none" (0),
         "optimizer" (1: its state), "gradients" (2: and gradients), "parameters"
         (3: and weights). Or a `tfdp.Sharding`.
-      shard_group: which replicas share the shards: "all" of all hosts, or those of each
-        "host", so that every host has all shards and the network traffic is that
-        without shards. No effect on one host.
+      shard_group: which replicas share the shards: "all" of all hosts, which then need
+        each other to read (or save) a whole variable; or those of each "host", so that
+        every host has all shards and the network traffic is that without shards. No
+        effect on one host.
       shard_min_bytes: variables below this size, in bytes, are not sharded.
       offload: "optimizer": the sharded optimizer state stays in host memory, where the
-        CPU updates it. "none": on the devices.
+        CPU updates it; see docs/sharding.md#offload. "none": on the devices.
       draws_per_replica: True: dropout, noise and augmentation layers draw differently
         on every replica, reproducibly from their seed. False: identical draws.
       pad_batches: True: short batches are padded with rows that have no effect, so that
@@ -110,89 +95,49 @@ def auto_strategy(
     print(strategy)
     ```
     """
-    given: dict[str, Any] = {
-        "communication": communication,
-        "shard": shard,
-        "shard_group": shard_group,
-        "shard_min_bytes": shard_min_bytes,
-        "offload": offload,
-        "draws_per_replica": draws_per_replica,
-        "pad_batches": pad_batches,
-        "wire_dtype": wire_dtype,
-        "devices_per_host": devices_per_host,
-        "balance": balance,
-    }
-    options = {name: v for name, v in given.items() if not _is_default(name, v)}
-    counts = {"cpu_devices": cpu_devices, "devices_per_host": devices_per_host}
-    for name, number in counts.items():
-        if number is not None and not is_whole(number, least=1):
-            raise ConfigurationError(
-                f"{name} must be an int of at least 1, or None. Received: {number!r}."
-            )
-    cluster = find_cluster()
-    if cluster is not None and cluster.workers > 1:
-        _refuse(options, ON_SEVERAL_HOSTS, f"{cluster.workers} hosts")
-        from tfdp.strategies.multi_host import MultiHostDataParallelStrategy
-
-        return MultiHostDataParallelStrategy(cluster, **options)
-    rest, idle = without_idle_options(checked_communication(communication))
-    if options.pop("balance", None) is not None:
-        check_one_of("balance", balance, BALANCES)
-        idle["balance"] = "there are no other hosts to share a batch with"
-    tpu = find_tpu()
-    if tpu is not None:
-        return _on_tpu(tpu.address, options, rest, idle)
-    _refuse(options, ON_ONE_HOST, "one host")
-    # All replicas are on this host, so both groups of shards are equal.
+    communication = checked_communication(communication)
     sharding = sharding_of(
         shard, group=shard_group, min_bytes=shard_min_bytes, offload=offload
     )
-    for name in ("shard", "shard_group", "shard_min_bytes", "offload"):
-        options.pop(name, None)
-    options["shard"] = dataclasses.replace(sharding, group="all")
-    devices = _own_devices(cluster, options.pop("devices_per_host", None), cpu_devices)
-    options["communication"] = rest
-    strategy = DataParallelStrategy(devices, **options)
-    strategy.idle_options = IdleOptions("one host", idle)
-    return strategy
-
-
-def _on_tpu(
-    address: Any, options: dict[str, Any], rest: Communication, idle: dict[str, str]
-) -> TPUDataParallelStrategy:
-    from tfdp.strategies.tpu import TPUDataParallelStrategy
-
-    _refuse(options, ON_A_TPU, "a TPU")
-    options["communication"] = _without_bounds(rest)
-    strategy = TPUDataParallelStrategy(address, **options)
-    strategy.idle_options = IdleOptions("a TPU", idle)
-    return strategy
-
-
-def _is_default(name: str, value: Any) -> bool:
-    default = inspect.signature(auto_strategy).parameters[name].default
-    # 0 is not False, and 1 not True: the strategy checks wrong types.
-    return type(value) is type(default) and value == default
-
-
-def _without_bounds(communication: Communication) -> Communication:
-    """`communication` with default timeouts: TPU cores wait for no worker."""
-    defaults = Communication()
-    return dataclasses.replace(
-        communication,
-        timeout_seconds=defaults.timeout_seconds,
-        silence_seconds=defaults.silence_seconds,
-        compare_hosts=defaults.compare_hosts,
+    cluster = find_cluster()
+    hosts = 1 if cluster is None else cluster.workers
+    tpu = find_tpu() if hosts == 1 else None
+    given, idle = without_idle_options(
+        Given(
+            HOSTS if hosts > 1 else AUTO if tpu is None else TPU,
+            hosts,
+            options_of(
+                communication,
+                sharding,
+                draws_per_replica=draws_per_replica,
+                pad_batches=pad_batches,
+                wire_dtype=wire_dtype,
+                balance=balance,
+                devices_per_host=devices_per_host,
+                cpu_devices=cpu_devices,
+            ),
+        )
     )
+    refuse_options(given)
+    fields = {name: given[f"Communication.{name}"] for name in vars(communication)}
+    own = [name for name in given.values if given.has(name) and "." not in name]
+    options = {name: given[name] for name in own if name != "cpu_devices"}
+    options["communication"] = Communication(**fields)
+    if hosts > 1:
+        from tfdp.strategies.multi_host import MultiHostDataParallelStrategy
 
+        return MultiHostDataParallelStrategy(cluster, **options)
+    strategy: DataParallelStrategy | TPUDataParallelStrategy
+    if tpu is not None:
+        from tfdp.strategies.tpu import TPUDataParallelStrategy
 
-def _refuse(options: dict[str, Any], reasons: dict[str, str], where: str) -> None:
-    for name, why in reasons.items():
-        if name in options:
-            raise ConfigurationError(
-                f"auto_strategy({name}={options[name]!r}) has no effect here, on "
-                f"{where}: {why}. Leave it out."
-            )
+        strategy = TPUDataParallelStrategy(tpu.address, **options)
+    else:
+        count = options.pop("devices_per_host", None)
+        devices = _own_devices(cluster, count, cpu_devices)
+        strategy = DataParallelStrategy(devices, **options)
+    strategy.idle_options = idle
+    return strategy
 
 
 def _own_devices(

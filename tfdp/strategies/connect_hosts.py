@@ -26,7 +26,7 @@ from tfdp.exchange.over_collectives import (
     rendezvous_by_collectives,
     try_collectives,
 )
-from tfdp.hosts.choose_link import link_name, make_link
+from tfdp.hosts.choose_link import make_link
 from tfdp.hosts.host_link import HostLink
 from tfdp.plan.communication import Communication
 from tfdp.plan.shards import Sharding
@@ -43,7 +43,7 @@ NOT_RUN = (
 
 @dataclasses.dataclass(frozen=True)
 class HostConnection:
-    """The connected hosts (`group` None: they connect later), with notes for `fit`."""
+    """The connected hosts (`group` None: there are none), with notes for `fit`."""
 
     group: HostGroup | None = None
     by_collectives: bool = False
@@ -53,24 +53,16 @@ class HostConnection:
 def connect_hosts(
     cluster: Cluster, communication: Communication, sharding: Sharding
 ) -> HostConnection:
-    """Connects the hosts as far as needed before TensorFlow starts."""
-    if cluster.workers == 1 or communication.min_hosts is not None:
-        return HostConnection()  # elastic hosts connect in their own way
+    """Connects the hosts; call it before TensorFlow starts."""
     over_all = bool(sharding.stage) and sharding.group == "all"
     by_name = communication.engine == "tensorflow"
-    if by_name and over_all:
-        raise ConfigurationError(
-            "Communication(engine='tensorflow') carries no shards between hosts. Use "
-            "shard_group='host', which shards within each host, or another engine."
-        )
     # NCCL has no checksum.
     may_use_nccl = communication.engine == "auto" and not communication.checksum
-    if not by_name and not (may_use_nccl and link_name(communication)[0] == "sockets"):
-        return HostConnection()
     group = HostGroup(make_link(cluster, communication))
     try:
         if not by_name:
-            return _choose(group, over_all)
+            is_open = may_use_nccl and group.link.name == "sockets"
+            return _choose(group, over_all) if is_open else HostConnection(group)
         rendezvous_by_collectives(group.link)
         return HostConnection(group, by_collectives=True)
     except BaseException:

@@ -8,17 +8,15 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp.cluster import find_cluster
-from tfdp.data.padding import check_pad_batches
 from tfdp.errors import ClusterError, ConfigurationError
 from tfdp.exchange.reducer import Reducer
 from tfdp.plan.buckets import Bucket
 from tfdp.plan.communication import (
     Communication,
-    check_compressed_shards,
-    check_idle_options,
     checked_communication,
-    uncompressed,
+    outside_replicas,
 )
+from tfdp.plan.options import ONE, Given, options_of, refuse_options
 from tfdp.plan.shards import Sharding, sharding_of
 from tfdp.plan.topology import Topology
 from tfdp.strategies.devices import find_devices
@@ -45,18 +43,12 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
     Args:
       devices: names of the devices, one replica each, such as `["GPU:0", "GPU:1"]`;
         None takes all GPUs, or all logical CPUs if there is no GPU.
-      communication: how replicas exchange tensors; None for the defaults.
-      shard: which state is split over the replicas (ZeRO stage): "none" (0),
-        "optimizer" (1: its state), "gradients" (2: and gradients), "parameters"
-        (3: and weights). Or a `tfdp.Sharding`.
-      shard_min_bytes: variables below this size are not sharded.
-      offload: "optimizer": the sharded optimizer state stays in host memory, where the
-        CPU updates it; see docs/sharding.md#offload. "none": on the devices.
-      draws_per_replica: True: dropout, noise and augmentation layers draw differently
-        on every replica, reproducibly from their seed. False: identical draws.
-      pad_batches: True: short batches are padded with rows that have no effect, so that
-        all have one size and `jit_compile=True` compiles once. A number is the global
-        batch size, for data that do not state it.
+      communication: see `auto_strategy`.
+      shard: see `auto_strategy`.
+      shard_min_bytes: see `auto_strategy`.
+      offload: see `auto_strategy`.
+      draws_per_replica: see `auto_strategy`.
+      pad_batches: see `auto_strategy`; `jit_compile=True` then compiles once.
       alone: True: each worker of a launcher trains its own model. False: refused there;
         `tfdp.auto_strategy` trains one model on all workers.
 
@@ -80,9 +72,6 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
     ```
     """
 
-    #: Allowed values of `Sharding.group`.
-    shard_groups: tuple[str, ...] = ("all",)
-
     def __init__(
         self,
         devices: Sequence[str] | None = None,
@@ -92,48 +81,36 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
         shard_min_bytes: int = 32 * 1024,
         offload: str = "none",
         draws_per_replica: bool = True,
-        pad_batches: bool | int = False,
+        pad_batches: bool | int | None = None,
         alone: bool = False,
     ):
         check_keras_backend()
         check_versions()
         if not alone:
             refuse_among_workers()
-        self._sharding = sharding_of(shard, min_bytes=shard_min_bytes, offload=offload)
-        if self._sharding.group not in self.shard_groups:
-            raise ConfigurationError(
-                "Sharding(group='host') keeps shards within each of several hosts, and "
-                "a DataParallelStrategy is one host. Leave group out, or use "
-                "tfdp.MultiHostDataParallelStrategy."
-            )
-        self.pad_batches = check_pad_batches(pad_batches)
         communication = checked_communication(communication)
-        cross_device_ops = self._make_cross_device_ops(communication)
-        extended = self._make_extended(
-            find_devices(devices),
-            communication,
-            cross_device_ops,
-            bool(draws_per_replica),
-        )
+        self._sharding = sharding_of(shard, min_bytes=shard_min_bytes, offload=offload)
+        others = {"draws_per_replica": draws_per_replica, "pad_batches": pad_batches}
+        self.given = Given(ONE, 1, options_of(communication, self._sharding, **others))
+        refuse_options(self.given)
+        self.pad_batches = pad_batches or False
+        self._extend(find_devices(devices), communication)
+
+    def _extend(self, devices: tuple[str, ...], communication: Communication) -> None:
+        """Makes this TensorFlow's strategy of these devices."""
+        within_host = outside_replicas(communication, self.cluster.workers)
+        cross_device_ops = HierarchicalAllReduce(within_host)
+        extended = self._make_extended(devices, communication, cross_device_ops)
         # MirroredStrategy's own constructor would make a stock extended.
         tf.distribute.Strategy.__init__(self, extended)
         note_made(self, self.is_chief)
-
-    def _make_cross_device_ops(
-        self, communication: Communication
-    ) -> HierarchicalAllReduce:
-        check_idle_options(communication, hosts=1)
-        # Reductions outside replicas are not of gradients.
-        return HierarchicalAllReduce(uncompressed(communication))
 
     def _make_extended(
         self,
         devices: tuple[str, ...],
         communication: Communication,
         cross_device_ops: HierarchicalAllReduce,
-        draws_per_replica: bool,
     ) -> DataParallelExtended:
-        check_compressed_shards(communication, self.shard, hosts=1)
         outside = cross_device_ops.reducer(devices)
         self._reducer = self.reducer_within(outside, communication)
         return DataParallelExtended(
@@ -141,7 +118,7 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
             devices,
             self._reducer,
             cross_device_ops,
-            draws_per_replica=draws_per_replica,
+            draws_per_replica=bool(self.given["draws_per_replica"]),
             sharding=self._sharding,
         )
 

@@ -8,14 +8,10 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp._private.names import common_devices, regroup_mirrored
-from tfdp.errors import ConfigurationError
 from tfdp.exchange.choose_engine import make_transport
 from tfdp.exchange.reducer import Reducer
-from tfdp.plan.communication import (
-    Communication,
-    check_idle_options,
-    checked_communication,
-)
+from tfdp.plan.communication import Communication, checked_communication
+from tfdp.plan.options import STOCK, Given, fields_of, refuse_options
 from tfdp.plan.topology import Topology
 from tfdp.strategies.devices import find_devices
 from tfdp.tracing.trace_order import one_trace
@@ -53,13 +49,7 @@ class HierarchicalAllReduce(tf.distribute.ReductionToOneDevice):
     def __init__(self, communication: Communication | None = None):
         super().__init__()
         self.communication = checked_communication(communication)
-        check_idle_options(self.communication, hosts=1)
-        if self.communication.compression is not None:
-            raise ConfigurationError(
-                "HierarchicalAllReduce gets gradients without their variables, so it "
-                "cannot compress them. Use tfdp.DataParallelStrategy("
-                "communication=...), or leave compression out."
-            )
+        refuse_options(Given(STOCK, 1, fields_of(self.communication)))
         self._reducers: dict[tuple[str, ...], Reducer] = {}
 
     def batch_reduce_implementation(

@@ -12,7 +12,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp._private import frames, keras_calls, names
-from tfdp.checks import is_whole
 from tfdp.cluster import Cluster, crash_report, find_cluster, progress
 from tfdp.cluster.helper_process import is_helper, note_joined
 from tfdp.data.hosts import agree_on_seed, seed_to_share
@@ -26,18 +25,12 @@ from tfdp.exchange.levels import Levels
 from tfdp.exchange.over_collectives import LevelsOverCollectives
 from tfdp.exchange.over_link import OverLink
 from tfdp.exchange.reducer import Reducer
-from tfdp.hosts.choose_link import make_link
 from tfdp.hosts.elastic_group import ElasticHosts
 from tfdp.hosts.host_link import HostLink
 from tfdp.hosts.python_calls import let_calls_end_at_exit
-from tfdp.plan.communication import (
-    Communication,
-    check_compressed_shards,
-    check_idle_options,
-    checked_communication,
-    uncompressed,
-)
-from tfdp.plan.shards import SHARD_GROUPS, Sharding, sharding_of
+from tfdp.plan.communication import Communication, checked_communication
+from tfdp.plan.options import HOSTS, Given, options_of, refuse_options
+from tfdp.plan.shards import Sharding, sharding_of
 from tfdp.plan.topology import Topology
 from tfdp.strategies.connect_hosts import HostConnection, connect_hosts, with_trial
 from tfdp.strategies.data_parallel import DataParallelStrategy
@@ -52,7 +45,7 @@ from tfdp.strategies.hierarchical import HierarchicalAllReduce
 from tfdp.strategies.keras_backend import check_keras_backend
 from tfdp.strategies.multi_host_extended import MultiHostExtended
 from tfdp.strategies.multi_host_loops import HostLoops, override_callbacks
-from tfdp.strategies.startup_checks import check_versions, checked_balance
+from tfdp.strategies.startup_checks import check_versions
 from tfdp.strategies.worker_settings import refuse_differences, settings_of
 from tfdp.tracing.keras_steps import is_predict_step
 from tfdp.tracing.step import Step
@@ -74,17 +67,13 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         TF_CONFIG, Slurm, Kubernetes, MPI, torchrun).
       devices_per_host: replicas of this process: None for all GPUs, or the logical
         CPUs; a number splits the CPU if there is no GPU. The same on all hosts.
-      communication: how replicas and hosts exchange tensors; None for the defaults.
-      shard: see `DataParallelStrategy`.
-      shard_group: which replicas share the shards: "all" of all hosts, which then need
-        each other to read (or save) a whole variable; or those of each "host", so that
-        every host has all shards and the network traffic is that without shards.
-      shard_min_bytes: see `DataParallelStrategy`.
-      offload: see `DataParallelStrategy`.
-      draws_per_replica: see `DataParallelStrategy`.
-      balance: None: all hosts get equally many rows of a batch. "speed": the rows of
-        the next batches follow the hosts' measured speed, so that all end a step
-        together (docs/stragglers.md).
+      communication: see `auto_strategy`.
+      shard: see `auto_strategy`.
+      shard_group: see `auto_strategy`.
+      shard_min_bytes: see `auto_strategy`.
+      offload: see `auto_strategy`.
+      draws_per_replica: see `auto_strategy`.
+      balance: see `auto_strategy`, and docs/stragglers.md.
 
     Raises:
       ConfigurationError: without a cluster; for an argument that is bad or has no
@@ -106,7 +95,6 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
     ```
     """
 
-    shard_groups = SHARD_GROUPS
     #: The hosts; None for a single one, which exchanges nothing.
     _group: HostGroup | None = None
     #: Whether all hosts surely get equally many rows: not in training.
@@ -131,38 +119,34 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
     ):
         check_keras_backend()
         check_versions()
-        found = cluster if cluster is not None else find_cluster()
-        if not isinstance(found, Cluster):
-            raise ConfigurationError(
-                "MultiHostDataParallelStrategy found no cluster: neither tfdp launch, "
-                "TF_CONFIG, Slurm, Kubernetes, MPI nor torchrun has set its variables. "
-                "Start the script with `tfdp launch --workers 2 script.py`, or pass a "
-                f"tfdp.Cluster. Received: {cluster!r}."
-            )
-        self.cluster = found
+        found = self.cluster = _found_cluster(cluster)
         self.is_helper = not _joins(found)
-        sharding = sharding_of(
+        self._sharding = sharding_of(
             shard, group=shard_group, min_bytes=shard_min_bytes, offload=offload
         )
+        communication = checked_communication(communication)
+        others = {"devices_per_host": devices_per_host, "balance": balance}
+        others["draws_per_replica"] = draws_per_replica
+        options = options_of(communication, self._sharding, **others)
+        self.given = Given(HOSTS, found.workers, options)
+        refuse_options(self.given)
+        self.balance = balance
+        self.has_fixed_shares = communication.min_hosts is None and balance is None
+        self._compares_hosts = communication.compare_hosts
         self._process = os.getpid()
+        self._count = devices_per_host or found.devices_per_worker
+        if self._count is not None and not tf.config.list_physical_devices("GPU"):
+            use_virtual_devices(self._count)
         self._connection = HostConnection()
         #: This host among elastic hosts (`min_hosts`).
         self.elastic_hosts: ElasticHosts | None = None
-        if devices_per_host is None:
-            devices_per_host = found.devices_per_worker
-        self._requested_devices = devices_per_host
-        communication = checked_communication(communication)
-        check_idle_options(communication, found.workers)
-        self.balance = checked_balance(balance, found.workers, communication, sharding)
-        self._compares_hosts = communication.compare_hosts
         try:
-            super().__init__(
-                self._own_devices(communication, sharding),
-                communication=communication,
-                shard=sharding,
-                draws_per_replica=draws_per_replica,
-                alone=True,  # connects to the others below
-            )
+            if found.workers == 1 or self.is_helper:
+                devices = self._find_devices()
+            else:
+                devices = self.connect(communication)
+                refuse_options(dataclasses.replace(self.given, devices=len(devices)))
+            self._extend(devices, communication)
             self._cluster_resolver = _make_resolver(
                 found,
                 ["localhost"] * found.workers
@@ -176,101 +160,52 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
             self.close()
             raise
 
-    def _make_cross_device_ops(
-        self, communication: Communication
-    ) -> HierarchicalAllReduce:
-        communication = uncompressed(communication)
-        if self.cluster.workers > 1:
-            # It reduces within this host only, so options between hosts do not apply.
-            communication = dataclasses.replace(
-                communication, engine="auto", min_hosts=None, checksum=False
-            )
-        return HierarchicalAllReduce(communication)
+    def connect(self, communication: Communication) -> tuple[str, ...]:
+        """Connects to the other hosts; returns this host's devices.
 
-    def _own_devices(
-        self, communication: Communication, sharding: Sharding
-    ) -> list[str]:
-        count = self._requested_devices
-        if count is not None and not is_whole(count, least=1):
-            raise ConfigurationError(
-                f"devices_per_host must be an int of at least 1. Received: {count!r}."
+        The devices are found, and TensorFlow so started, in between: NCCL needs its
+        rendezvous before, and a trial after it.
+        """
+        add_waiting_thread()
+        if self.cluster.source == "tfdp":
+            progress.note_strategy()  # waits for all others from now on
+        if communication.min_hosts is None:
+            self._connection = connect_hosts(
+                self.cluster, communication, self._sharding
             )
-        if not tf.config.list_physical_devices("GPU") and count is not None:
-            use_virtual_devices(count)
-        if self.cluster.workers > 1 and not self.is_helper:
-            add_waiting_thread()
-        is_elastic = communication.min_hosts is not None
-        self.has_fixed_shares = not is_elastic and self.balance is None
-        if is_elastic and (sharding.stage or sharding.offloads):
-            raise ConfigurationError(
-                "Communication(min_hosts=...) is for hosts that train locally (sync=), "
-                "and shard= needs the replicas of all hosts. Leave out one of the two."
-            )
-        if not self.is_helper:
-            if self.cluster.workers > 1 and self.cluster.source == "tfdp":
-                progress.note_strategy()  # waits for all others from now on
-            self._connection = connect_hosts(self.cluster, communication, sharding)
             self._group = self._connection.group
-        return first_devices(count, find_devices(), f"devices_per_host={count}")
+        devices = self._find_devices()
+        settings = settings_of(self.given, len(devices))
+        if self._group is None:
+            self.elastic_hosts = join_elastic_hosts(
+                self.cluster, communication, settings
+            )
+        let_calls_end_at_exit()
+        # Tells the others that this script has ended, so that they do not wait.
+        atexit.register(self.close)
+        if self._group is not None:
+            refuse_differences(self._group.link, settings)
+            # Shuffles of `fit` have the same order on all hosts: each takes its part.
+            agree_on_seed(self.from_chief(seed_to_share(), "seed"))
+            is_by_name = communication.engine == "tensorflow"
+            self._connection = with_trial(self._connection, devices, is_by_name)
+        return devices
+
+    def _find_devices(self) -> tuple[str, ...]:
+        request = f"devices_per_host={self._count}"
+        return tuple(first_devices(self._count, find_devices(), request))
 
     def _make_extended(
         self,
         devices: tuple[str, ...],
         communication: Communication,
-        cross_device_ops: tf.distribute.CrossDeviceOps,
-        draws_per_replica: bool,
+        cross_device_ops: HierarchicalAllReduce,
     ) -> Any:
-        is_alone = self.cluster.workers == 1 or self.is_helper
-        if not is_alone and communication.min_hosts is not None:
-            settings = settings_of(self, devices, communication, draws_per_replica)
-            self.elastic_hosts = join_elastic_hosts(
-                self.cluster, communication, settings
-            )
-            let_calls_end_at_exit()
-            atexit.register(self.close)
-        if is_alone or self.elastic_hosts is not None:
-            extended = super()._make_extended(
-                devices, communication, cross_device_ops, draws_per_replica
-            )
+        if self._group is None:
+            extended = super()._make_extended(devices, communication, cross_device_ops)
             extended.first_draw = self.cluster.rank * len(devices)
             return extended
-        self._refuse_idle_shards(devices, communication)
-        group = self._group or HostGroup(make_link(self.cluster, communication))
-        self._group = group
-        let_calls_end_at_exit()
-        # Tells the others that this script has ended, so that they do not wait.
-        atexit.register(self.close)
-        refuse_differences(
-            group.link, settings_of(self, devices, communication, draws_per_replica)
-        )
-        # Shuffles of `fit` have the same order on all hosts: each takes a part of them.
-        agree_on_seed(self.from_chief(seed_to_share(), "seed"))
-        is_by_name = communication.engine == "tensorflow"
-        self._connection = with_trial(self._connection, devices, is_by_name)
-        return self._extended_over(
-            group, devices, communication, cross_device_ops, draws_per_replica
-        )
-
-    def _refuse_idle_shards(
-        self, devices: tuple[str, ...], communication: Communication
-    ) -> None:
-        is_alone = self.shard_group == "host" and len(devices) == 1
-        if self._sharding.stage and is_alone and not self._sharding.offloads:
-            raise ConfigurationError(
-                "shard_group='host' shards over the replicas of a host, and this host "
-                "has one. Give every process several devices (devices_per_host=4, or "
-                "tfdp launch --devices-per-worker 4), or use shard_group='all'."
-            )
-        check_compressed_shards(communication, self.shard, self.hosts)
-
-    def _extended_over(
-        self,
-        group: HostGroup,
-        devices: tuple[str, ...],
-        communication: Communication,
-        cross_device_ops: tf.distribute.CrossDeviceOps,
-        draws_per_replica: bool,
-    ) -> MultiHostExtended:
+        group = self._group
         levels = self._make_levels(group.link, devices, communication)
         group.use(levels)
         self._reducer = Reducer(levels, communication)
@@ -279,7 +214,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
             devices,
             self._reducer,
             cross_device_ops,
-            draws_per_replica=draws_per_replica,
+            draws_per_replica=bool(self.given["draws_per_replica"]),
             sharding=self._sharding,
             first_rank=self.cluster.rank * len(devices),
             first_host_value=self.from_chief,
@@ -525,6 +460,18 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         if len(parts) == 1:
             return rows
         return names.PerReplica((rows, *(part[:0] for part in parts[1:])))
+
+
+def _found_cluster(given: Cluster | None) -> Cluster:
+    found = given if given is not None else find_cluster()
+    if not isinstance(found, Cluster):
+        raise ConfigurationError(
+            "MultiHostDataParallelStrategy found no cluster: neither tfdp launch, "
+            "TF_CONFIG, Slurm, Kubernetes, MPI nor torchrun has set its variables. "
+            "Start the script with `tfdp launch --workers 2 script.py`, or pass a "
+            f"tfdp.Cluster. Received: {given!r}."
+        )
+    return found
 
 
 def _joins(cluster: Cluster) -> bool:

@@ -37,7 +37,7 @@ from tfdp.errors import (
     LocalMeanWarning,
     LocalStateWarning,
 )
-from tfdp.plan.communication import IdleOptions
+from tfdp.plan.options import TPU, Given
 from tfdp.plan.shards import Sharding
 from tfdp.step import build, distillation  # noqa: F401 (replace methods of Keras)
 from tfdp.step.find_optimizers import optimizers_of
@@ -70,8 +70,10 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
     pad_batches: bool | int = False
     #: The workers of this training, and which of them this process is.
     cluster = Cluster(workers=1, rank=0, coordinator=None)
-    #: Options without effect that were left out; None: they are refused.
-    idle_options: IdleOptions | None = None
+    #: The options of this strategy.
+    given: Given
+    #: Options without effect that were left out, and why; None: they are refused.
+    idle_options: dict[str, str] | None = None
     _sharding = Sharding()
 
     def __reduce__(self) -> Any:
@@ -107,7 +109,16 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
 
     @property
     def _notes(self) -> tuple[str, ...]:
-        return () if self.idle_options is None else self.idle_options.lines
+        return self.idle_lines
+
+    @property
+    def idle_lines(self) -> tuple[str, ...]:
+        """Sentences about `idle_options`."""
+        where = "a TPU" if self.given.maker == TPU else "one host"
+        return tuple(
+            f"{option} has no effect on {where}: {why}"
+            for option, why in (self.idle_options or {}).items()
+        )
 
     @functools.cached_property
     def _first_fit(self) -> FirstFitNotice:

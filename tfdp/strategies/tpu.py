@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import importlib.metadata
 from collections.abc import Callable, Iterator
@@ -13,11 +12,11 @@ import tensorflow as tf
 
 from tfdp._private.tpu_names import TPUExtended, TPUMirroredVariable, pack_variables
 from tfdp.cluster.tpu import explain_tpu_failure, find_tpu
-from tfdp.data.padding import check_pad_batches
 from tfdp.errors import ConfigurationError, TPUError
 from tfdp.exchange.reducer import Reducer
 from tfdp.exchange.tpu import CrossReplica
 from tfdp.plan.communication import Communication, checked_communication
+from tfdp.plan.options import TPU, Given, options_of, refuse_options
 from tfdp.plan.shards import Sharding, sharding_of
 from tfdp.sharding.tpu_variables import tpu_shard_class
 from tfdp.sharding.updates import ShardUpdates
@@ -31,23 +30,6 @@ from tfdp.tracing.step import Step
 from tfdp.variables.global_seed import with_global_seed
 from tfdp.variables.in_shards import InShards
 from tfdp.variables.tpu import TPUOwnSumVariable, TPUReplicaVariable, TPUSeedVariable
-
-# Why an option of `Communication` does not apply to a TPU.
-NOT_ON_TPU = {
-    "bucket_bytes": "XLA packs neighbouring sums by itself (its all-reduce combiner)",
-    "first_bucket_bytes": "XLA starts each sum as soon as its inputs are there",
-    "hierarchy": "XLA uses the links between the cores",
-    "engine": "the sum is an op of the program that XLA compiles for all cores",
-    "timeout_seconds": "the cores run one program, in lockstep",
-    "silence_seconds": "the cores run one program, in lockstep",
-    "min_hosts": "the cores run one program, in lockstep",
-    "compare_hosts": "the cores run one program, in lockstep",
-    "wire_dtype": "it is an argument of TPUDataParallelStrategy itself",
-    "compression": "the cores' links are faster than any encoding",
-    "compression_across": "the cores' links are faster than any encoding",
-    "checksum": "the cores share no network that tfdp uses",
-    "repeated_rows": "XLA has no lists with a length that depends on the step",
-}
 
 
 class TPUDataParallelStrategy(ReplicaContextStrategy, tf.distribute.TPUStrategy):
@@ -68,13 +50,10 @@ class TPUDataParallelStrategy(ReplicaContextStrategy, tf.distribute.TPUStrategy)
       communication: None, or the defaults; other options are refused.
       shard: "optimizer" (1): each core holds, and updates, 1 / N of the optimizer's
         state, as in ZeRO stage 1. "none" (0): all of it. See docs/sharding.md.
-      shard_min_bytes: variables below this size are not sharded.
-      draws_per_replica: see `DataParallelStrategy`.
-      pad_batches: True: short batches are padded with rows that have no effect, because
-        the program has fixed shapes. A number is the global batch size, for data that
-        do not state it. False: no padding.
-      wire_dtype: "bfloat16" halves the bytes of gradients, rounded to 8 bits; None
-        does not round.
+      shard_min_bytes: see `auto_strategy`.
+      draws_per_replica: see `auto_strategy`.
+      pad_batches: see `auto_strategy`.
+      wire_dtype: see `auto_strategy`.
 
     Raises:
       ConfigurationError: for a bad argument, or if Keras' backend is not TensorFlow.
@@ -100,32 +79,21 @@ class TPUDataParallelStrategy(ReplicaContextStrategy, tf.distribute.TPUStrategy)
         shard: str | int | Sharding = "none",
         shard_min_bytes: int = 32 * 1024,
         draws_per_replica: bool = True,
-        pad_batches: bool | int = True,
+        pad_batches: bool | int | None = None,
         wire_dtype: str | None = None,
     ):
         check_keras_backend()
         check_versions()
-        check_communication(communication)
+        communication = checked_communication(communication)
         self._sharding = sharding_of(shard, min_bytes=shard_min_bytes)
-        if self._sharding.offloads or self._sharding.group == "host":
-            raise ConfigurationError(
-                "A TPUDataParallelStrategy takes a Sharding without offload and group: "
-                "one process drives all cores, and each keeps its own state. "
-                f"Received: {shard!r}."
-            )
-        if self._sharding.stage > 1:
-            raise ConfigurationError(
-                "shard must be 'none' or 'optimizer' on a TPU. Stages 2 and 3 give "
-                "each replica its own gradients and weights, and the accumulators and "
-                "layers that read them need a graph for each replica: a TPU has one "
-                f"for all. Received: {shard!r}."
-            )
-        if wire_dtype not in (None, "bfloat16"):
-            raise ConfigurationError(
-                "wire_dtype must be None or 'bfloat16': TPU cores add no smaller "
-                f"floats. Received: {wire_dtype!r}."
-            )
-        self.pad_batches = check_pad_batches(pad_batches)
+        others = {
+            "draws_per_replica": draws_per_replica,
+            "pad_batches": pad_batches,
+            "wire_dtype": wire_dtype,
+        }
+        self.given = Given(TPU, 1, options_of(communication, self._sharding, **others))
+        refuse_options(self.given)
+        self.pad_batches = True if pad_batches is None else pad_batches
         extended = self._make_extended(tpu, bool(draws_per_replica), wire_dtype)
         # TPUStrategy's own constructor would make a stock extended.
         tf.distribute.Strategy.__init__(self, extended)
@@ -155,20 +123,6 @@ class TPUDataParallelStrategy(ReplicaContextStrategy, tf.distribute.TPUStrategy)
         from tfdp.step.as_one_device import refusal
 
         raise refusal(type(self).__name__)
-
-
-def check_communication(communication: Communication | None) -> None:
-    """Refuses options of `communication` that do not apply to a TPU."""
-    communication = checked_communication(communication)
-    for field in dataclasses.fields(Communication):
-        value = getattr(communication, field.name)
-        if value != field.default:
-            reason = NOT_ON_TPU.get(field.name, "nothing leaves the TPU's own links")
-            raise ConfigurationError(
-                f"Communication({field.name}={value!r}) has no effect on a TPU: "
-                f"{reason}. Leave it out. To halve the bytes on the links: "
-                "TPUDataParallelStrategy(wire_dtype='bfloat16')."
-            )
 
 
 class TPUDataParallelExtended(ReplicaExtended, TPUExtended):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,36 +10,21 @@ import keras
 
 from tfdp.errors import ConfigurationError
 from tfdp.hosts.host_link import HostLink
-from tfdp.plan.communication import Communication
 from tfdp.plan.compression import Compression
+from tfdp.plan.options import Given
 
 
-def settings_of(
-    strategy: Any,
-    devices: Sequence[str],
-    communication: Communication,
-    draws_per_replica: bool,
-) -> dict[str, Any]:
-    """A strategy's options and Keras' types, by their public names."""
+def settings_of(given: Given, devices_per_host: int) -> dict[str, Any]:
+    """A strategy's options and Keras' types, by their public names, for JSON."""
+    values = {**given.values, "devices_per_host": devices_per_host}
     return {
-        "devices_per_host": len(devices),
-        "shard": strategy.shard,
-        "shard_group": strategy.shard_group,
-        "shard_min_bytes": strategy.shard_min_bytes,
-        "offload": strategy.offload,
-        "draws_per_replica": draws_per_replica,
-        "balance": strategy.balance,
+        **{
+            name: repr(value) if isinstance(value, Compression) else value
+            for name, value in values.items()
+        },
         "keras.config.dtype_policy()": keras.config.dtype_policy().name,
         "keras.config.floatx()": keras.config.floatx(),
-        **{
-            f"Communication.{field.name}": _to_json(getattr(communication, field.name))
-            for field in dataclasses.fields(communication)
-        },
     }
-
-
-def _to_json(value: Any) -> Any:
-    return repr(value) if isinstance(value, Compression) else value
 
 
 def policies_of(model: Any) -> str:

@@ -61,3 +61,4 @@ class Asynchronous(Policy):
     keeps_local_values: ClassVar[bool] = False
     #: Hosts may make different numbers of steps in an epoch.
     has_own_pace: ClassVar[bool] = True
+    needs_all_hosts: ClassVar[bool] = True

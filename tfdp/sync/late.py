@@ -20,6 +20,7 @@ class LateSums(Policy):
     """
 
     steps: int
+    needs_all_hosts: ClassVar[bool] = True
     takes_early: ClassVar[bool]
     updates_a_step: ClassVar[int]
 

@@ -19,6 +19,7 @@ class Policy:
     trains_locally  whether steps read and update weights of the group
     keeps_local_values  whether checkpoints hold these, too
     has_own_pace    whether hosts may make different numbers of steps
+    needs_all_hosts  whether it cannot go on without each of the hosts
     is_plain        whether this equals training without `sync`
     """
 
@@ -26,6 +27,7 @@ class Policy:
     trains_locally: ClassVar[bool] = True
     keeps_local_values: ClassVar[bool] = True
     has_own_pace: ClassVar[bool] = False
+    needs_all_hosts: ClassVar[bool] = False
 
     @property
     def is_plain(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tfdp.errors import ConfigurationError
-from tfdp.plan.communication import ACROSS
+from tfdp.plan.options import ACROSS
 from tfdp.sync.policy import Policy, check_whole
 
 

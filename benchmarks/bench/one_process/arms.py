@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tfdp.plan.communication import Communication
-from tfdp.plan.shards import SHARD_STAGES
+from tfdp.plan.options import SHARD_STAGES
 
 if TYPE_CHECKING:
     import tensorflow as tf

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import pathlib
-import sys
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,8 @@ from tfdp.checks import integer_from
 from tfdp.cluster.machine import installed_versions
 from tfdp.errors import ConfigurationError
 from tfdp.files.asked_for import check_output_paths, write_json_for, write_text_for
-from tfdp.plan.shards import SHARD_STAGES, Sharding
+from tfdp.plan.options import OPTIONS, SHARD_STAGES
+from tfdp.plan.shards import Sharding
 from tfdp.plan.sizes import bytes_of
 from tfdp.progress_bar import progress_bar
 from tfdp.strategies.quiet import NOT_NEEDED_FOR_A_STEP, import_tensorflow_quietly
@@ -47,9 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--memory", metavar="SIZE", help="of one replica, such as 16GB")
     count("--replicas", metavar="R", default=1, help="per host (default: 1)")
     count("--hosts", metavar="H", default=1, help="(default: 1)")
-    add("--device-type", choices=("GPU", "CPU"), help="deprecated, without effect")
-    stages = f"{', '.join(SHARD_STAGES)}, or 0 to 3 (default: none)"
-    add("--shard", default="none", metavar="WHAT", help=stages)
+    shard = OPTIONS["shard"].default
+    stages = f"{', '.join(SHARD_STAGES)}, or 0 to 3 (default: {shard})"
+    add("--shard", default=shard, metavar="WHAT", help=stages)
     offload = "keep the sharded optimizer state in the host's memory"
     add("--offload", action="store_true", help=offload)
     add("--remat", action="store_true", help="with tfdp.remat(model), layer by layer")
@@ -68,12 +68,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs `tfdp plan`; returns the exit status: 0 fits, 1 does not."""
-    if options.device_type is not None:
-        print(
-            "tfdp plan: --device-type is deprecated and has no effect: replicas on "
-            "CPUs need what replicas on GPUs need",
-            file=sys.stderr,
-        )
     memory_bytes = None if options.memory is None else bytes_of(options.memory)
     sharding = _sharding(options)
     check_output_paths({"--json": options.json, "--page": options.page})

@@ -15,6 +15,7 @@ from typing import Any
 from tfdp.errors import ConfigurationError
 from tfdp.files.asked_for import check_output_path, write_text_for
 from tfdp.files.checked_json import finite
+from tfdp.plan.options import OPTIONS
 from tfdp.tools.report.html_page import html_page
 from tfdp.tools.report.plots import Chart, draw_chart, require_matplotlib
 from tfdp.tools.report.text import format_table
@@ -82,8 +83,10 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     )
     rate("--samples-per-second", help="of one device alone; otherwise from FLOPs")
     rate("--flops-per-second", help="of a device, instead of the hardware's")
-    whole("--bucket-bytes", default=25 << 20, help="(default: 26214400)")
-    whole("--first-bucket-bytes", default=1 << 20, help="(default: 1048576)")
+    for name in ("bucket_bytes", "first_bucket_bytes"):
+        default = OPTIONS[f"Communication.{name}"].default
+        flag = f"--{name.replace('_', '-')}"
+        whole(flag, default=default, help=f"(default: {default})")
     add("--no-overlap", action="store_true", help="sums wait for all of backprop")
     ways = f"gradient compression: {', '.join(KNOWN_WAYS)}"
     add("--lossy", choices=KNOWN_WAYS, metavar="WAY", help=ways)

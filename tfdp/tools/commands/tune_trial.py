@@ -83,7 +83,6 @@ def timed_steps(
 
 def _strategy(place: TrialLayout, setting: Setting, timeout_seconds: float) -> Any:
     import tfdp
-    from tfdp.plan.communication import IdleOptions
 
     options: dict[str, Any] = {
         "communication": _communication(setting, timeout_seconds),
@@ -94,7 +93,7 @@ def _strategy(place: TrialLayout, setting: Setting, timeout_seconds: float) -> A
         return tfdp.MultiHostDataParallelStrategy(**options)
     strategy = tfdp.DataParallelStrategy(find_devices(place.replicas), **options)
     # As under `auto_strategy`: a `sync` between hosts does nothing here.
-    strategy.idle_options = IdleOptions("one host", {})
+    strategy.idle_options = {}
     return strategy
 
 

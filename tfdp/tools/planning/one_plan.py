@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from tfdp.plan.communication import Communication
@@ -21,7 +20,6 @@ def plan(
     remat: bool | str = False,
     memory_bytes: int | None = None,
     communication: Communication | None = None,
-    device_type: str | None = None,
 ) -> MemoryPlan:
     """Predicts what a training step of `model` needs per replica, without running it.
 
@@ -37,12 +35,11 @@ def plan(
         `element_spec`, whose first dimension is the global batch.
       replicas: replicas of each host, at least 1.
       hosts: number of hosts, at least 1.
-      shard: see `DataParallelStrategy`.
-      communication: see `DataParallelStrategy`.
+      shard: see `auto_strategy`.
+      communication: see `auto_strategy`.
       remat: whether `tfdp.remat` makes every layer a block; or its `policy`, such as
         "segments".
       memory_bytes: memory of one replica.
-      device_type: deprecated, no effect: CPU and GPU replicas need the same.
 
     Returns:
       The plan: `.peak_bytes`, `.parts`, `.fits`.
@@ -70,12 +67,6 @@ def plan(
     Source: what is stored where, Rajbhandari et al. 2020, "ZeRO", arXiv 1910.02054,
     section 3; activations are counted, not taken from a formula.
     """
-    if device_type is not None:
-        warnings.warn(
-            "plan(device_type=...) has no effect and will be removed: leave it out.",
-            DeprecationWarning,
-            stacklevel=2,
-        )
     planner = Planner(
         model,
         batch,

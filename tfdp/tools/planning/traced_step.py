@@ -23,7 +23,7 @@ from tfdp._private.keras_models import (
 from tfdp.chain.table_rows import sums_repeated_rows, tables_of
 from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError
-from tfdp.plan.communication import Communication, IdleOptions
+from tfdp.plan.communication import Communication
 from tfdp.plan.shards import Sharding
 from tfdp.strategies.absent_hosts import AbsentHosts
 from tfdp.tools.planning.any_rows import AnyRows, UnclearLength, rows_to_trace
@@ -103,7 +103,7 @@ class TracedModel:
                 devices, alone=True, communication=communication, shard=alone
             )
             # As under `auto_strategy`: a `sync` between hosts does nothing here.
-            self._strategy.idle_options = IdleOptions("one host", {})
+            self._strategy.idle_options = {}
         with self._strategy.scope(), large_variables_left_empty(LEAST_EMPTY_BYTES):
             self.model = build()
         is_model = isinstance(self.model, keras.Model)
@@ -191,8 +191,7 @@ class TracedModel:
     @property
     def without_effect(self) -> tuple[str, ...]:
         """The options of the model that the traced step leaves out, and why."""
-        idle = self._strategy.idle_options
-        return () if idle is None else idle.lines
+        return self._strategy.idle_lines
 
     @property
     def trainable_bytes(self) -> int:

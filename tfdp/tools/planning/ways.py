@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from tfdp.errors import ConfigurationError
-from tfdp.plan.shards import SHARD_STAGES
+from tfdp.plan.options import SHARD_STAGES
 from tfdp.tools.planning.memory_plan import (
     MemoryPlan,
     most_peak_bytes,

@@ -150,8 +150,7 @@ def compare_and_report(
             "switched off for the check, because each replica draws independently by "
             f"design: {', '.join(comparison.switched_off)}"
         )
-    idle = getattr(setting.strategy, "idle_options", None)
-    notes += () if idle is None else idle.lines
+    notes += getattr(setting.strategy, "idle_lines", ())
     error = comparison.error
     report = ParityReport(
         model=comparison.model.name,

@@ -14,7 +14,8 @@ from typing import Any
 from tfdp.errors import ConfigurationError
 from tfdp.plan.buckets import Bucket
 from tfdp.plan.communication import MIB, Communication
-from tfdp.plan.shards import SHARD_STAGES
+from tfdp.plan.compression import Compression
+from tfdp.plan.options import SHARD_STAGES, Given, can_act
 from tfdp.plan.topology import Topology
 from tfdp.tools.simulator.model import ModelProfile
 
@@ -237,14 +238,16 @@ class Space:
         return list(self._first.values())
 
     def _can_act(self, setting: Setting) -> bool:
-        """Whether the strategies accept it; see docs/options.md."""
-        if setting.shard != "none":
-            argument = setting.lossy_argument
-            if argument is not None and argument[0] == "compression":
-                return False  # compression sums whole gradients
-            if self.place.processes > 1 and setting.engine == "tensorflow":
-                return False
-        return setting.hierarchy == "auto" or self.place.processes == 1
+        """Whether the strategies accept it."""
+        values: dict[str, Any] = {
+            "shard": setting.shard,
+            "Communication.engine": setting.engine,
+            "Communication.hierarchy": setting.hierarchy,
+        }
+        if (setting.lossy_argument or ("",))[0] == "compression":
+            # Whichever method it is.
+            values["Communication.compression"] = Compression()
+        return can_act(Given(hosts=self.place.processes, values=values))
 
     def _key(self, setting: Setting) -> Any:
         plain = dataclasses.replace(
