@@ -43,6 +43,7 @@ from tfdp.exchange.compressed import CompressedSums
 from tfdp.exchange.elastic_pipeline import ElasticPipeline
 from tfdp.hosts.elastic_group import LEFT_OUT, MET
 from tfdp.hosts.host_link import Exchange, TransferSeconds
+from tfdp.plan.options import HOSTS, Given
 from tfdp.plan.shards import ShardLayout
 from tfdp.plan.topology import Groups
 from tfdp.sharding.variables import ShardedVariable, ShardUpdatedVariable
@@ -518,7 +519,8 @@ def test_a_host_applies_the_means_of_all_rounds_that_it_missed(rounds):
     stacked += [np.arange(2.0 * rounds, dtype=np.float32).reshape(rounds, 2)]
     pipeline = StandInPipeline(stacked, MET if rounds else LEFT_OUT)
     strategy = types.SimpleNamespace(
-        extended=types.SimpleNamespace(reducer=pipeline, worker_devices=["CPU:0"])
+        extended=types.SimpleNamespace(reducer=pipeline, worker_devices=["CPU:0"]),
+        given=Given(HOSTS, 3, {"Communication.min_hosts": 1}),
     )
     count, optimizer, run = FakeBuffer(6.0), keras.optimizers.SGD(), run_of([3])
     sync = tfdp.sync.BackupWorkers(spare=1)

@@ -66,26 +66,24 @@ def test_what_all_replicas_have_alike_is_returned_once(replicas, rows, batch, op
         np.testing.assert_array_equal(mine[name], value, err_msg=name)
 
 
-@pytest.mark.parametrize("is_eager", [False, True])
 @pytest.mark.parametrize(
     "take",
     [lambda model, x: {"mine": tf.transpose(x)[:3]}, lambda m, x: [tf.reduce_mean(x)]],
     ids=["transposed", "mean"],
 )
-def test_what_depends_on_the_rows_and_has_none_is_refused(take, is_eager):
+def test_what_depends_on_the_rows_and_has_none_is_refused(take):
     words = "the output (mine|0) .*not one value for each row"
     with pytest.raises(ConfigurationError, match=words):
-        predicted(make_strategy(2), take, 4, run_eagerly=is_eager)
+        predicted(make_strategy(2), take, 4)
 
 
-@pytest.mark.parametrize("is_eager", [False, True])
-def test_rows_of_another_size_on_each_replica_are_refused(is_eager):
+def test_rows_of_another_size_on_each_replica_are_refused():
     def take(model, x):
         lengths = tf.cast(x[:, 0] * 10, tf.int32) // 4 + 1
         return tf.sequence_mask(lengths)  # as wide as the longest
 
     with pytest.raises(ConfigurationError, match=r"the output .*to_tensor\(shape="):
-        predicted(make_strategy(2), take, 4, run_eagerly=is_eager)
+        predicted(make_strategy(2), take, 4)
 
 
 def test_what_each_row_draws_is_joined():

@@ -64,7 +64,6 @@ SEGMENTS = {"policy": "segments"}
                 (2, "optimizer", {}, {}),
                 (3, "parameters", {}, WHOLE),
                 (3, "parameters", {}, SEGMENTS),
-                (2, "parameters", {"run_eagerly": True}, {}),
             )
         ),
     ],
@@ -163,8 +162,7 @@ class Recomputed(keras.layers.Layer):
         return tf.recompute_grad(self.inner)(inputs)
 
 
-@pytest.mark.parametrize("run_eagerly", [False, True])
-def test_recompute_grad_of_weights_in_shards_is_refused(run_eagerly):
+def test_recompute_grad_of_weights_in_shards_is_refused():
     with make_strategy(2, "parameters").scope():
         model = keras.Sequential(
             [
@@ -174,7 +172,7 @@ def test_recompute_grad_of_weights_in_shards_is_refused(run_eagerly):
             ]
         )
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile("sgd", loss, run_eagerly=run_eagerly, jit_compile=False)
+        model.compile("sgd", loss, jit_compile=False)
     with pytest.raises(ConfigurationError, match=r"tfdp\.remat\(layer\)"):
         model.fit(*classification_data(14), verbose=0)
 

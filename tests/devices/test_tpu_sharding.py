@@ -218,8 +218,8 @@ class TensorFlowsOwn(StandInStrategy):
         extended._device_assignment = None
         return extended
 
-    def run(self, fn, args=(), kwargs=None, options=None):
-        return tfdp.TPUDataParallelStrategy.run(self, fn, args, kwargs, options)
+    def _run(self, *given):
+        return tfdp.TPUDataParallelStrategy._run(self, *given)
 
 
 @pytest.mark.parametrize("packed", [False, True])

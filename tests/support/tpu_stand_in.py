@@ -263,6 +263,6 @@ class StandInStrategy(tfdp.TPUDataParallelStrategy):
             device_assignment=Assignment(self.replicas_wanted),
         )
 
-    def run(self, fn, args=(), kwargs=None, options=None):
+    def _run(self, *given):
         with stand_in_for_replicate(self.compiled):
-            return super().run(fn, args, kwargs, options)
+            return super()._run(*given)

@@ -32,8 +32,8 @@ from tfdp.step.make_local_training import (
 from tfdp.step.optimizers import build_before_step, refuse_overwritten, takes_reduced
 from tfdp.sync.policy import Policy
 from tfdp.tracing.batch_weight import batch_weight
-from tfdp.tracing.given_losses import note_gradients
 from tfdp.tracing.keras_steps import as_tensors
+from tfdp.tracing.loss_shares import note_gradients
 from tfdp.tracing.step import Step, current_step
 
 

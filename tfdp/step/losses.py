@@ -30,7 +30,6 @@ from tfdp.lint.registry import ShareOf, is_of_graph, register
 from tfdp.seams.losses import MeanLoss
 from tfdp.seams.replace import Override, around, instead
 from tfdp.tracing.batch_weight import Denominator, Kind, note_denominator
-from tfdp.tracing.given_losses import GivenLosses
 from tfdp.tracing.keras_steps import is_stock_step
 from tfdp.tracing.loss_checks import (
     are_values_of_rows,
@@ -41,7 +40,7 @@ from tfdp.tracing.loss_checks import (
     warn_about_sum_of_all,
     warn_about_weighted_number,
 )
-from tfdp.tracing.loss_shares import LossShares, Standing
+from tfdp.tracing.loss_shares import GivenLosses, LossShares, Standing
 from tfdp.tracing.rows import PaddedLoss, Rows
 from tfdp.tracing.step import Mode, Step
 

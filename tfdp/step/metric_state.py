@@ -18,9 +18,9 @@ from tfdp.lint.op_kinds import is_extreme
 from tfdp.lint.terms import change_of, outermost
 from tfdp.lint.values import SAME, SCALED, Term, Value
 from tfdp.tracing.loss_shares import Standing
-from tfdp.tracing.metric_notes import MetricNotes
 from tfdp.tracing.state_checks import own_handle
 from tfdp.tracing.step import Step
+from tfdp.tracing.stored_state import MetricNotes
 
 MOVES_BY_ITSELF = "something that depends on its own value, such as a running mean"
 NO_SUM = "a sum of what is none over rows, such as of maxima or of roots"

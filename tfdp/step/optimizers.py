@@ -42,8 +42,8 @@ from tfdp.lint.op_kinds import draws
 from tfdp.seams.replace import Override, instance_attributes, instead
 from tfdp.step.buffer_synchronization import synchronize_layer_state
 from tfdp.step.find_optimizers import innermost_optimizers
-from tfdp.tracing.given_losses import note_gradients
 from tfdp.tracing.keras_steps import VARIABLES
+from tfdp.tracing.loss_shares import note_gradients
 from tfdp.tracing.step import Step, call_before_step, current_step
 from tfdp.variables.in_shards import is_in_shards, is_stored_in_shards
 

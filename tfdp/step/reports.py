@@ -31,8 +31,8 @@ from tfdp.tracing.loss_checks import (
     warn_about_returned,
 )
 from tfdp.tracing.loss_shares import Standing
-from tfdp.tracing.metric_notes import MetricNotes
 from tfdp.tracing.step import Step, current_step
+from tfdp.tracing.stored_state import MetricNotes
 
 # The shape of a Keras loss of an empty replica in eager mode, where Keras does not
 # reduce it.

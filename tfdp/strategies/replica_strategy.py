@@ -52,7 +52,7 @@ from tfdp.strategies.in_words import FirstFitNotice, describe_strategy
 from tfdp.strategies.scope import adopt_state
 from tfdp.strategies.unused import note_used
 from tfdp.tracing import keras_steps
-from tfdp.tracing.given_losses import GivenLosses
+from tfdp.tracing.loss_shares import GivenLosses
 from tfdp.tracing.rows import without_padding
 from tfdp.tracing.step import Step
 from tfdp.tracing.trace_order import one_trace

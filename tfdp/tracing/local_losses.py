@@ -7,9 +7,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp.errors import ConfigurationError
-from tfdp.tracing.given_losses import GivenLosses
 from tfdp.tracing.loss_checks import count_power, is_share, warn_about_loss
-from tfdp.tracing.loss_shares import LossShares, Standing
+from tfdp.tracing.loss_shares import GivenLosses, LossShares, Standing
 from tfdp.tracing.step import Step, current_step
 
 

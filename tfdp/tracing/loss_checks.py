@@ -22,11 +22,10 @@ from tfdp.lint.findings import (
 )
 from tfdp.lint.registry import is_of_graph
 from tfdp.lint.values import FIXED, Term, Value
-from tfdp.tracing.given_losses import GivenLosses
 from tfdp.tracing.keras_steps import is_stock_step, name_of_step
-from tfdp.tracing.loss_shares import LossShares, Standing, standing_of
-from tfdp.tracing.metric_notes import MetricNotes
+from tfdp.tracing.loss_shares import GivenLosses, LossShares, Standing, standing_of
 from tfdp.tracing.step import Step
+from tfdp.tracing.stored_state import MetricNotes
 
 IN_LIBRARY = "If a library computes it, see docs/own-losses.md"
 MIXED = (

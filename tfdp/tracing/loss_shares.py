@@ -8,8 +8,9 @@ factor back. `tfdp.lint` follows the products.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
@@ -90,3 +91,27 @@ class LossShares:
         noted[key_of(tensor)] = tensor
         register(tensor, Value(terms=frozenset({kind}), of_share=True, power=power))
         return tensor
+
+
+@dataclasses.dataclass
+class GivenLosses:
+    """Losses and gradients of a step, for the checks at its end."""
+
+    #: Gradients that the program gives optimizers: rank, gradients, optimizer's name.
+    gradients: list[tuple[Any, list[Any], str]] = dataclasses.field(
+        default_factory=list
+    )
+    #: Whether a loss was scaled to its share of the global one.
+    are_scaled: bool = False
+    #: Whether losses of layers (penalties, `add_loss`) were added to the model's.
+    are_added: bool = False
+    #: Whether the program reads the number of replicas in a replica, to scale by it.
+    scales_by_hand: bool = False
+
+
+def note_gradients(step: Any, rank: Any, gradients: Iterable[Any], name: str) -> None:
+    """Records gradients that a program gives the optimizer `name`."""
+    is_first = step.trace(rank) is step.traces[0]
+    # One replica is enough: all do the same.
+    if step.group_size > 1 and is_first:
+        step.of(GivenLosses).gradients.append((rank, list(gradients), name))

@@ -1,4 +1,4 @@
-"""State that the replicas of a step store in their own copies of variables."""
+"""State and sums of metrics that the replicas of a step store in their own copies."""
 
 from __future__ import annotations
 
@@ -54,3 +54,23 @@ def note_local_state(step: Step, rank: Any, variable: Any, value: Any = None) ->
     trace.of(LocalState).variables[id(variable)] = variable
     if isinstance(rank, int) and is_of_graph(value):
         step.of(StoredState).values.append((rank, variable, value))
+
+
+@dataclass
+class MetricNotes:
+    """The metrics of a step, by what is known of them."""
+
+    #: What replicas assigned to sums of metrics: rank, variable, value, is it added.
+    counted: list[tuple[int, Any, tf.Tensor, bool]] = field(default_factory=list)
+    #: Ids of variables that are checked elsewhere, or warned about already.
+    checked: set[int] = field(default_factory=set)
+    #: Ids of metrics that count a number of all rows by the replica's rows.
+    weighted_means: set[int] = field(default_factory=set)
+
+
+def note_counted(
+    step: Step, rank: Any, variable: Any, value: Any, is_added: bool
+) -> None:
+    """Records what a replica assigns, or adds, to a sum of a metric."""
+    if isinstance(rank, int) and is_of_graph(value):
+        step.of(MetricNotes).counted.append((rank, variable, value, is_added))

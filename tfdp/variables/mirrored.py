@@ -16,8 +16,7 @@ from tfdp.errors import CheckpointWarning, ConfigurationError
 from tfdp.lint.registry import is_of_graph, note_stored
 from tfdp.lint.terms import change_of, outermost, term_added_to
 from tfdp.tracing import state_checks
-from tfdp.tracing.metric_notes import note_counted
-from tfdp.tracing.stored_state import note_local_state
+from tfdp.tracing.stored_state import note_counted, note_local_state
 from tfdp.variables.local_view import LocalView, in_replica_of
 
 # Outside replicas, state that replicas store independently reads as its mean (in files
