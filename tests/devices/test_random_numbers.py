@@ -113,6 +113,21 @@ def test_tensorflow_draws_apart_too(in_graph, place):
     assert tensorflow_draws(make_strategy(3), in_graph, place) == steps
 
 
+def test_a_function_that_is_given_draws_on_as_on_one_device():
+    def draws(strategy):
+        """Two draws, by replica."""
+        tf.random.set_seed(3)
+        function = tf.function(lambda: tf.random.normal([]))
+        steps = [strategy.run(function) for _ in range(2)]
+        parts = map(strategy.experimental_local_results, steps)
+        return [tuple(map(float, drawn)) for drawn in zip(*parts, strict=True)]
+
+    [alone] = draws(tf.distribute.get_strategy())
+    first, second = draws(make_strategy(2))
+    assert first == alone
+    assert len({*first, *second}) == 4
+
+
 @pytest.mark.parametrize("in_graph", [True, False], ids=["graph", "eager"])
 def test_the_seed_of_tensorflow_stays(in_graph):
     strategy = make_strategy(2)

@@ -181,10 +181,13 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
                 is_reported and keras_steps.name_of_step(step)
             ):
                 return self._run_as_one_device(step, args, kwargs)
+            given, seed = (args, kwargs or {}, options, is_reported), None
             if not is_function(fn):
                 fn = tf.function(fn)  # traced anew: Python runs at each call
+                # As an op outside of graphs draws: else each new graph draws the same.
+                seed = tf.compat.v1.get_seed(None)[1]
             with in_functions():
-                return self._in_graph(fn)(args, kwargs or {}, options, is_reported)
+                return self._in_graph(fn, seed)(*given)
         with one_trace():
             return self._run(fn, args, kwargs, options, is_reported)
 
@@ -299,16 +302,16 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         """Whether XLA compiles the training steps of `model`, or will."""
         return model in self._jit_models or model.jit_compile is True
 
-    def _in_graph(self, fn: Any) -> Callable:
-        """`_run` of `fn`, a `tf.function`, as one graph for all replicas."""
+    def _in_graph(self, fn: Any, seed: int | None) -> Callable:
+        """`_run` of `fn`, a `tf.function`, as one graph for all replicas; `seed`: of
+        its draws by `tf.random`, None for that of TensorFlow."""
         graphs = self._graphs_of_functions
         if fn not in graphs:
             run, of = self._run, weakref.ref(fn)  # the key of a weak dictionary
-            # As an op outside of graphs draws: else each new graph draws the same.
-            _, seed = tf.compat.v1.get_seed(None)
 
             def run_on_all(*given: Any) -> Any:
-                tf.compat.v1.get_default_graph().seed = seed
+                if seed is not None:
+                    tf.compat.v1.get_default_graph().seed = seed
                 with one_trace():
                     return run(of(), *given)  # type: ignore[arg-type]
 
