@@ -22,8 +22,8 @@ from tfdp.seams.table import LOOP, MODEL, VARIABLE
 class _Now(NamedTuple):
     """The innermost call of each kind."""
 
-    #: A Keras variable, the value that is added, and its sign.
-    added: tuple[Any, Any, int] | None = None
+    #: A Keras variable, and the value that is added to it, or taken from it.
+    added: tuple[Any, Any] | None = None
     #: The Keras variable whose TensorFlow variable is created.
     initialized: Any = None
     #: The model that is built, and whether Keras still reads the batch for it.
@@ -123,17 +123,14 @@ def call_for_loops(distributed: Any, on_loop: Callable[[Any], None]) -> Any:
     return distributed
 
 
-def _noting_added(sign: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def replacement(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def add(self: Any, value: Any) -> Any:
-            _counted[:] = [True]
-            with _noted(added=(self, value, sign)):
-                return original(self, value)
+def _noting_added(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def add(self: Any, value: Any) -> Any:
+        _counted[:] = [True]
+        with _noted(added=(self, value)):
+            return original(self, value)
 
-        return add
-
-    return replacement
+    return add
 
 
 def _noting_initialized(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -166,8 +163,8 @@ def _noting_loop(original: Callable[..., Any]) -> Callable[..., Any]:
     return init
 
 
-replace_for_good(VARIABLE, "assign_add", _noting_added(1))
-replace_for_good(VARIABLE, "assign_sub", _noting_added(-1))
+replace_for_good(VARIABLE, "assign_add", _noting_added)
+replace_for_good(VARIABLE, "assign_sub", _noting_added)
 replace_for_good(VARIABLE, "_initialize", _noting_initialized)
 replace_for_good(MODEL, "_maybe_symbolic_build", _noting_built)
 replace_for_good(LOOP, "__init__", _noting_loop)

@@ -158,7 +158,7 @@ class Given:
     """The options that a strategy is given, by name, and where it trains.
 
     Args:
-      maker: who makes the strategy, such as ONE; "": nobody yet.
+      maker: the class or function that makes the strategy, such as ONE; "": none yet.
       hosts: the number of processes; 0: not known yet.
       values: options by name, such as "shard" or "Communication.engine"; others have
         their defaults.

@@ -44,7 +44,7 @@ def groups_across(strategy: tf.distribute.Strategy, sync: Policy) -> Groups:
             "(tfdp.MultiHostDataParallelStrategy with engine='sockets' or 'mpi', or "
             "Communication(hierarchy=(2, 2)), which simulates them)."
         )
-    # Hosts are alike: replicas of this process have the ranks of the first ones here.
+    # All hosts have as many replicas, so that the first groups stand for those here.
     hosts = len(extended.worker_devices) // topology.devices_per_host
     return Groups(topology.within_hosts[:hosts])
 

@@ -63,7 +63,7 @@ class _AbsentPeers:
         self.workers, self.hosts = workers, ["localhost"] * workers
 
     def close(self) -> None:
-        """Leaves nobody."""
+        """Does nothing: no link is open."""
 
     def __getattr__(self, name: str) -> Any:
         raise ConfigurationError(
