@@ -300,7 +300,7 @@ def test_a_guard_skips_the_update_on_all_replicas():
 
     def replica(rank, gradients):
         run = run_of([1, 1])
-        run.guard, run.stages = guard, [guard]
+        run.stages = [guard]
         own = list(map(tf.constant, gradients[rank]))
         reduction = Reduction(own, [weight], run, rank, optimizer)
         update_through(reduction, lambda: updated.append(rank))

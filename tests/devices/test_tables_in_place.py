@@ -61,7 +61,7 @@ def is_read_in_place(variable):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_who_reads_gets_a_copy_without_it(monkeypatch, optimizer):
     # Else the other rows would show nothing.
-    monkeypatch.setattr("tfdp.step.call.read_in_place", lambda ops: None)
+    monkeypatch.setattr("tfdp.step.features.read_in_place", lambda ops: None)
     model = fitted(make_strategy(2), OPTIMIZERS[optimizer])
     assert not any(map(is_read_in_place, copies_of(model, 2)))
 

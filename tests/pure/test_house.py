@@ -28,7 +28,7 @@ MODULES = modules()
 INNER_ROOMS = {"chain", "exchange", "hosts", "sharding", "step", "tracing"}
 # They are built on the inner rooms; "" hands public names on.
 BUILT_ON_THEM = {"", "strategies", "variables"}
-MOST_INNER_NAMES = 30
+MOST_INNER_NAMES = 31
 MOST_LINES = 600
 MOST_CODE_LINES = 60
 MOST_LINES_OF_A_SCRIPT = 600

@@ -54,7 +54,7 @@ QUESTIONS = {
         (
             *("chain/shards", "cluster/", "data/", "launch/", "plan/shards"),
             "strategies/absent_hosts",
-            *("sharding/", "_private/grain", "plan/options"),
+            *("sharding/", "_private/grain", "plan/options", "step/features"),
         ),
         33,
     ),

@@ -62,6 +62,11 @@ class Reduction:
     #: Whether all buckets may travel as one, because they become ready together.
     at_once: bool = False
 
+    @property
+    def has_table_rows(self) -> bool:
+        """Whether a gradient holds the rows of a table that a batch used."""
+        return any(isinstance(one, tf.IndexedSlices) for one in self.gradients)
+
     def take(self, place: int) -> Any:
         """Takes a gradient out of the exchange."""
         gradient, self.gradients[place] = self.gradients[place], None

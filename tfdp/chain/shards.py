@@ -28,16 +28,17 @@ WHAT_TO_DO = (
 class _GivenShards(list[tuple[Any, Any]]):
     """Gradients of weights that are stored in shards, with their ranks."""
 
-    def finish(self, step: Step) -> None:
-        """Refuses those that were scaled by one replica's parts."""
-        for rank, gradient in self:
-            if not is_of_graph(gradient):
-                continue
-            if Term.SHARD_NUMBER in step.analysis(rank).value(gradient).terms:
-                raise ConfigurationError(
-                    f"{WHAT_IT_IS}, and here it is scaled by a number computed from "
-                    f"one replica's parts. {WHAT_TO_DO}"
-                )
+
+def refuse_scaled_shards(step: Step) -> None:
+    """Refuses gradients of such weights that were scaled by one replica's parts."""
+    for rank, gradient in step.of(_GivenShards):
+        if not is_of_graph(gradient):
+            continue
+        if Term.SHARD_NUMBER in step.analysis(rank).value(gradient).terms:
+            raise ConfigurationError(
+                f"{WHAT_IT_IS}, and here it is scaled by a number computed from "
+                f"one replica's parts. {WHAT_TO_DO}"
+            )
 
 
 class Shards(Stage):

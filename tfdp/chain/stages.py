@@ -12,18 +12,14 @@ from typing import Any
 import tensorflow as tf
 from keras.optimizers import Optimizer
 
-from tfdp._private.optimizer_hooks import momentum_compression_of
 from tfdp.chain.reduction import (
     GradientReducer,
     Reduction,
     Stage,
-    attached_stages,
     reduce,
 )
 from tfdp.errors import ConfigurationError
-from tfdp.tracing.rows import OwnParts
 from tfdp.tracing.step import Step
-from tfdp.tracing.stored_state import LocalState
 from tfdp.variables.in_shards import is_stored_in_shards
 
 
@@ -55,42 +51,8 @@ def reduce_gradients(
 
 def chain_of(reduction: Reduction) -> list[Stage]:
     """The stages of a reduction, the outermost first."""
-    step, rank, optimizer = reduction.step, reduction.rank, reduction.optimizer
-    extended = tf.distribute.get_strategy().extended
-    chain: list[Stage] = []
-    if getattr(extended, "shards", None) is not None:
-        from tfdp.chain.shards import Shards
-
-        chain.append(Shards(extended.shards))
-    has_rows = any(isinstance(one, tf.IndexedSlices) for one in reduction.gradients)
-    if has_rows and not step.is_of_one:
-        from tfdp.chain.table_rows import SameRows
-
-        chain.append(SameRows())
-    if step.has_dummy_rows and not step.trace(rank).of(OwnParts).are_summed:
-        from tfdp.chain.missing_rows import MissingRows
-
-        chain.append(MissingRows())
-    if has_rows:
-        from tfdp.chain.table_rows import TableRows
-
-        chain.append(TableRows())
-    state = step.trace(rank).of(LocalState).take()
-    if state and not step.is_of_one:  # else the replica's values are the means already
-        from tfdp.chain.buffers import Buffers
-
-        chain.append(Buffers(state))
-    chain += attached_stages(reduction)
-    compressed = getattr(getattr(extended, "reducer", None), "compressed", None)
-    if momentum_compression_of(optimizer) is not None:
-        from tfdp.chain.momentum import momentum_stages
-
-        chain += momentum_stages(reduction, extended.reducer)
-    elif compressed is not None:
-        from tfdp.chain.compression import compression_stages
-
-        chain += compression_stages(reduction, compressed)
-    return chain
+    features = reduction.step.features
+    return [stage for feature in features for stage in feature.stages(reduction)]
 
 
 def reducer_for(step: Step, optimizer: Optimizer) -> GradientReducer:

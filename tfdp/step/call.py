@@ -18,32 +18,22 @@ from tfdp._private.functions import (
     library_code,
     python_function_of,
 )
-from tfdp.chain.reduction import Stage
 from tfdp.data.keras_input import with_none
 from tfdp.data.split import in_parts
 from tfdp.seams.replace import Override, overridden
 from tfdp.step.batch_first import tensors_of_this_graph, when_batch_is_there
 from tfdp.step.buffer_synchronization import (
-    warn_about_stored,
-    warn_about_written,
     with_synchronized_buffers,
 )
 from tfdp.step.find_optimizers import optimizers_of
-from tfdp.step.losses import added_loss_overrides, reduction_overrides
-from tfdp.step.metric_state import warn_if_rows_counted, warn_if_steps_counted
 from tfdp.step.observers import StepMeter, observers_of
-from tfdp.step.optimizers import optimizer_overrides
-from tfdp.step.reports import NotedResults, report_overrides
+from tfdp.step.reports import NotedResults
 from tfdp.step.rows import (
-    dummy_row_overrides,
     gathering_real_rows,
-    padding_overrides,
     step_on_padded_batch,
 )
-from tfdp.step.rows_in_place import read_in_place
 from tfdp.tracing.effect_order import operations
 from tfdp.tracing.keras_steps import is_predict_step, name_of_step
-from tfdp.tracing.loss_checks import find_faults_of_losses
 from tfdp.tracing.rows import (
     Batch,
     add_dummy_rows,
@@ -66,22 +56,28 @@ class StepCall:
         fn: Callable,
         args: Any,
         kwargs: Any,
-        devices: Sequence[str],
+        strategy: Any,
+        features: Sequence[Any],
         *,
-        is_compiled: bool,
         is_reported: bool,
-        hosts: int,
     ):
         #: `fn` identifies the step, `replica_fn` runs; they differ for a `tf.function`.
         self.fn, self.replica_fn = python_function_of(fn), as_replicas_run_it(fn)
         self.arguments = with_none(args), with_none(kwargs)
+        self.strategy, self._features = strategy, features
         self.model = getattr(self.fn, "__self__", None)
-        self.optimizers = optimizers_of(self.model)
+        #: Of the model; and while replicas are traced, all that were made in the scope.
+        self.optimizers: list[Any] = optimizers_of(self.model)
+        self.made_metrics: Sequence[keras.metrics.Metric] = ()
+        #: The results of metrics, as they were read, for `reports.reduce_logs`.
+        self.noted = NotedResults()
+        #: What the replicas have built.
+        self.operations: Sequence[tf.Operation] = ()
         self.is_step = bool(name_of_step(self.fn))
         self.is_prediction = is_predict_step(self.fn)
+        self._is_compiled = strategy.compiles_steps
         #: Whether results are combined over replicas, those of other hosts included.
-        self.is_reported = is_reported and self.is_step and not is_compiled
-        self._devices, self._is_compiled, self._hosts = devices, is_compiled, hosts
+        self.is_reported = is_reported and self.is_step and not self._is_compiled
         self._padded_rows: Any = None
         self._has_dynamic_rows = False
 
@@ -93,12 +89,14 @@ class StepCall:
 
     def take_batch(self) -> Step:
         """Reads the rows of each replica, and gives each of them at least one."""
-        replicas = len(self._devices)
+        devices = self.strategy.extended.worker_devices
+        hosts = self.strategy.cluster.workers
+        replicas = len(devices)
         if self.is_reported and replicas > 1:
             args, kwargs = self.arguments
-            self.arguments = in_parts(args, self._devices), kwargs
+            self.arguments = in_parts(args, devices), kwargs
         self.step = step = Step(replicas, Batch.of(self.arguments, replicas))
-        step.is_of_one = replicas == self._hosts == 1
+        step.features, step.is_of_one = self._features, replicas == hosts == 1
         padded = find_padded(self.arguments)
         if padded is not None:
             padded.set_shapes()
@@ -111,7 +109,7 @@ class StepCall:
                 self.arguments = without_padding(self.arguments)
         elif not self._is_compiled and (self.is_step or self.is_prediction):
             self.arguments, rows = add_dummy_rows(
-                self.arguments, step.batch.counts, self._devices, self._hosts
+                self.arguments, step.batch.counts, devices, hosts
             )
             for trace, own in zip(step.traces, rows, strict=True):
                 trace.rows = own
@@ -121,14 +119,10 @@ class StepCall:
             self._has_dynamic_rows = step.batch.may_have_empty_replicas
         return step
 
-    def observe(self) -> None:
-        """Attaches the model's callbacks that look into a training step."""
-        stages = self._observers_of(Stage)
-        guards: list[Any] = [stage for stage in stages if stage.is_guard]
-        self.step.stages = [stage for stage in stages if stage not in guards[:-1]]
-        for guard in guards[-1:]:
-            self.step.guard = guard
-            self.replica_fn = guard.around_step(self.replica_fn)
+    def begin_features(self) -> None:
+        """Lets each feature look at the step, before other hosts' rows are known."""
+        for feature in self._features:
+            feature.begin(self)
 
     def unify_shapes(self) -> None:
         """Makes row counts dynamic where replicas or hosts have different ones."""
@@ -139,7 +133,7 @@ class StepCall:
     def meter(self) -> None:
         """Lets attached meters count the step, and stages begin it, if it trains their
         model."""
-        meters = self._observers_of(StepMeter)
+        meters = self.observers_of(StepMeter)
         if not (meters or self.step.stages):
             return
         counts: Any = self.step.batch.counts
@@ -151,7 +145,8 @@ class StepCall:
         for stage in self.step.stages:
             stage.begin_step(rows_here, tensors_of_this_graph(self.arguments))
 
-    def _observers_of(self, kind: type) -> list[Any]:
+    def observers_of(self, kind: type) -> list[Any]:
+        """Observers that callbacks attached to the training steps of the model."""
         is_training = name_of_step(self.fn) == "train_step"
         return observers_of(self.model, kind) if is_training else []
 
@@ -160,24 +155,27 @@ class StepCall:
         self,
         optimizers: Sequence[Optimizer],
         made_metrics: Sequence[keras.metrics.Metric],
-    ) -> Iterator[NotedResults]:
+    ) -> Iterator[None]:
         """Makes `replica_fn` what each replica runs within the context, with tfdp's
-        methods in Keras' objects; yields the recorded results of metrics, for
-        `reports.reduce_logs`."""
-        step, noted = self.step, NotedResults()
+        methods in Keras' objects: those of the model, and those made in the scope."""
+        self.optimizers, self.made_metrics = list(optimizers), made_metrics
         in_graph = not self._is_compiled
         built_before = len(operations()) if in_graph else 0
         self.replica_fn = self._step_of_replica()
-        with overridden(self._overrides(optimizers, made_metrics, noted)):
-            yield noted
+        with overridden(
+            override
+            for feature in self._features
+            for override in feature.overrides(self)
+        ):
+            yield
         if in_graph:
-            read_in_place(operations()[built_before:])
-            warn_about_written(step, operations()[built_before:])
-        step.finish()
-        find_faults_of_losses(step, self.model, self.fn)
-        warn_about_stored(step, self.model)
-        warn_if_rows_counted(step)
-        warn_if_steps_counted(step, made_metrics)
+            self.operations = operations()[built_before:]
+        for feature in self._features:
+            feature.finish(self)
+
+    def _overrides(self) -> Iterator[Override]:
+        for feature in self._features:
+            yield from feature.overrides(self)
 
     def _step_of_replica(self) -> Callable:
         """The step, which waits for the batch, and synchronizes buffers at its end."""
@@ -197,26 +195,6 @@ class StepCall:
                 return fn(*args, **kwargs)
 
         return step_of_replica
-
-    def _overrides(
-        self,
-        optimizers: Sequence[Optimizer],
-        made_metrics: Sequence[keras.metrics.Metric],
-        noted: NotedResults,
-    ) -> Iterator[Override]:
-        """All overrides of a step. Of two for one method the later one runs first, and
-        calls the earlier: a guard checks a loss that is 0 for dummy rows, and all
-        others get the weights that padding sets."""
-        model, step = self.model, self.step
-        yield from optimizer_overrides(optimizers, step)
-        yield from report_overrides(model, step, made_metrics, noted)
-        yield from reduction_overrides(model, step, self.fn)
-        yield from dummy_row_overrides(self.fn, optimizers, step)
-        yield from added_loss_overrides(model, step)
-        if step.guard is not None:
-            yield Override(model, "compute_loss", step.guard.checks_loss)
-        if step.mode is Mode.PADDED:
-            yield from padding_overrides(model, step, made_metrics)
 
     def real_rows_of(self, result: Any) -> Any:
         """A prediction without padding and dummy rows."""

@@ -63,9 +63,7 @@ def begin_local_step(
     fn: Any,
     optimizers: Sequence[Optimizer],
     step: Step,
-    strategy: tf.distribute.Strategy,
-    *,
-    is_jitted: bool,
+    strategy: Any,
 ) -> None:
     """Begins a training step where an optimizer of the model has a `sync`; most make
     `step` local training. A `LocalLook` starts no round.
@@ -86,7 +84,7 @@ def begin_local_step(
             "One model is trained by optimizers whose sync=... says across='hosts' and "
             "across='replicas'. Say the same for all."
         )
-    if is_jitted or fn.__self__.jit_compile:
+    if strategy.is_jitted(fn.__self__):
         raise ConfigurationError(
             "sync=... has not been shown to work with jit_compile=True. Compile the "
             "model with jit_compile=False."

@@ -354,18 +354,19 @@ def takes_reduced(optimizer: Optimizer) -> Iterator[None]:
 class _UpdatesBuilt(list[tuple[str, list[tf.Operation]]]):
     """Names of optimizers, and the operations of the first replica's update."""
 
-    def finish(self, step: Step) -> None:
-        """Warns of TensorFlow's random ops in them: their seeds differ by replica, and
-        those of `keras.random` do not."""
-        for names, built in self:
-            if any(map(draws, operations_within(built))):
-                step.state_suspicions.add(
-                    f"the optimizer {names} draws random numbers with TensorFlow ops, "
-                    "which differ on each replica, so the copies of the weights "
-                    "diverge. Draw with keras.random and a keras.random.SeedGenerator "
-                    "in the optimizer: in an update these draws are the same on all "
-                    "replicas"
-                )
+
+def warn_about_draws(step: Step) -> None:
+    """Warns of TensorFlow's random ops in updates: their seeds differ by replica, and
+    those of `keras.random` do not."""
+    for names, built in step.of(_UpdatesBuilt):
+        if any(map(draws, operations_within(built))):
+            step.state_suspicions.add(
+                f"the optimizer {names} draws random numbers with TensorFlow ops, "
+                "which differ on each replica, so the copies of the weights "
+                "diverge. Draw with keras.random and a keras.random.SeedGenerator "
+                "in the optimizer: in an update these draws are the same on all "
+                "replicas"
+            )
 
 
 def _noting_draws(

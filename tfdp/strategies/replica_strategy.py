@@ -41,7 +41,6 @@ from tfdp.plan.options import TPU, Given
 from tfdp.plan.shards import Sharding
 from tfdp.step import build, distillation  # noqa: F401 (replace methods of Keras)
 from tfdp.step.find_optimizers import optimizers_of
-from tfdp.step.local_step import begin_local_step
 from tfdp.step.observers import forget_failed_fit
 from tfdp.step.own_branches import refuse_own_branches
 from tfdp.step.predictions import joined_outputs, parts_of_one_shape, why_not_joined
@@ -204,26 +203,17 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
     ) -> Any:
         """One step, from its arguments to what one device would return."""
         from tfdp.step.call import StepCall  # with all that only steps need
+        from tfdp.step.features import FEATURES
 
         self._one_thread.check(self.cluster.workers)
-        call = StepCall(
-            fn,
-            args,
-            kwargs,
-            self.extended.worker_devices,
-            is_compiled=self.compiles_steps,
-            is_reported=is_reported,
-            hosts=self.cluster.workers,
-        )
+        call = StepCall(fn, args, kwargs, self, FEATURES, is_reported=is_reported)
         self._adopt_and_check(call.model, call.optimizers)
-        is_jitted = call.model in self._jit_models
-        if is_jitted:
+        if call.model in self._jit_models:
             call.compile_replicas()
 
         # The batch: how many rows each replica and host has, and who trains with whom.
         step = call.take_batch()
-        call.observe()
-        begin_local_step(call.fn, call.optimizers, step, self, is_jitted=is_jitted)
+        call.begin_features()
         self._complete_batch(step)
         call.unify_shapes()
         call.meter()
@@ -231,7 +221,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         # The replicas: TensorFlow calls the step for each of them.
         optimizers = self.extended.made_optimizers.together_with(call.optimizers)
         made_metrics = self.extended.made_metrics.together_with(())
-        with self._as_current(step), call.overriding(optimizers, made_metrics) as noted:
+        with self._as_current(step), call.overriding(optimizers, made_metrics):
             result = super().run(call.replica_fn, *call.arguments, options)
             refuse_own_branches(step, self.extended.reducer.transport.order.branches)
         if not is_reported:
@@ -240,7 +230,7 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         # What they return: numbers of all rows, and the predictions of real rows.
         if call.is_reported:
             parts_of = self.experimental_local_results
-            result = reduce_logs(result, step, noted, parts_of, self._sum_of_logs)
+            result = reduce_logs(result, step, call.noted, parts_of, self._sum_of_logs)
         self._warn_of_local_mean(call.model, call.fn, step)
         is_split = call.is_prediction and self._replicas > 1
         if is_split and step.batch.counts is not None and not self.compiles_steps:

@@ -101,8 +101,8 @@ class Step:
     groups: Groups | None = None
     #: Whether there is one replica on one host: its values are the global ones.
     is_of_one: bool = False
-    #: Skips steps that are not finite (`tfdp.chain.finite_guard`), or None.
-    guard: Any = None
+    #: What tfdp adds to it, in order (`tfdp.step.features`).
+    features: Sequence[Any] = ()
     #: The stages that callbacks have attached to the steps of the model.
     stages: list[Any] = field(default_factory=list)
     #: Whether an optimizer has been active on a replica.
@@ -117,18 +117,14 @@ class Step:
         self.traces = tuple(Trace(self, rank) for rank in range(self.replicas))
 
     def of(self, kind: type[State]) -> State:
-        """The state of a feature in this step, made when it is first asked for.
-
-        `kind` is its class, which stands in a file of the feature. If it has a method
-        `finish(step)`, that is called when all replicas are traced.
-        """
+        """The state of a feature in this step, made when it is first asked for; `kind`
+        is its class, which stands in a file of the feature."""
         return _state_of(kind, self._states)
 
-    def finish(self) -> None:
-        """Lets features look at what they have noted, when all replicas are traced."""
-        for state in list(self._states.values()):
-            if hasattr(state, "finish"):
-                state.finish(self)
+    @property
+    def guard(self) -> Any:
+        """Skips steps that are not finite (`tfdp.chain.finite_guard`), or None."""
+        return next((stage for stage in self.stages if stage.is_guard), None)
 
     def trace(self, rank: Any) -> Trace:
         """The trace of `rank`; on TPU, where ranks are tensors, the only one."""

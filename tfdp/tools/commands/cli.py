@@ -43,7 +43,7 @@ COMMANDS = {
     "report": (f"{_HERE}.report", "what a training run did, as a page"),
 }
 # These take a script's own arguments after --.
-TAKE_SCRIPTS = ("check", "plan", "tune")
+TAKE_SCRIPTS = ("check", "info", "plan", "tune")
 # Exit codes: 128 + SIGPIPE, as shells report it, and output that cannot be written.
 READER_LEFT, NOT_WRITTEN = 141, 2
 # argparse's own message.

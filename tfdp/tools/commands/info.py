@@ -27,10 +27,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="show what would be chosen after tfdp.use_virtual_devices(N)",
     )
+    parser.add_argument(
+        "--step",
+        metavar="SCRIPT",
+        help="run SCRIPT until its first training step is traced, and show what each "
+        "feature of tfdp does in it; the script's own arguments follow after --",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Runs `tfdp info`; returns the exit code, 1 when training is impossible here."""
+    if options.step is not None:
+        import_tensorflow_quietly()
+        if options.virtual_devices is not None:
+            tfdp.use_virtual_devices(options.virtual_devices)
+        from tfdp.tools.commands.step_features import print_features
+
+        print_features(options.step, options.arguments, as_json=options.json)
     facts = gather_facts(options.virtual_devices)
     print(json.dumps(facts, indent=1) if options.json else format_facts(facts))
     return 0 if facts["strategy"] else 1

@@ -112,7 +112,8 @@ class Script:
         replaced = running_a_script(
             self._stand_in, self._stop, self._refuse, self._keep_files
         )
-        with replaced, self._as_main_program() as execute:
+        main = as_main_program(self._path, self._arguments, is_heard=self._is_first)
+        with replaced, main as execute:
             # A new process has no names and policies of an earlier model.
             keras.utils.clear_session(free_memory=False)
             try:
@@ -154,37 +155,6 @@ class Script:
             f"arguments goes after --, as in `-- {' '.join(self._arguments) or 'DATA'}`"
             f". {INSTEAD}"
         ) from None
-
-    @contextlib.contextmanager
-    def _as_main_program(self) -> Iterator[Callable[[], None]]:
-        """Yields the function that runs the script, as `python SCRIPT` would."""
-        path = self._path.resolve()
-        module = types.ModuleType("__main__")
-        module.__file__ = str(path)
-        code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
-        main, words, folder = sys.modules["__main__"], sys.argv, os.getcwd()
-        packages = {name.partition(".")[0] for name in sys.modules}
-        if str(path.parent) not in sys.path:
-            sys.path.insert(0, str(path.parent))
-        sys.modules["__main__"] = module
-        sys.argv = [str(self._path), *self._arguments]
-        try:
-            with (
-                open(os.devnull, "w") as nothing,
-                contextlib.redirect_stdout(
-                    out := sys.stderr if self._is_first else nothing
-                ),
-                contextlib.redirect_stderr(out),
-            ):
-                yield lambda: exec(code, vars(module))
-        finally:
-            sys.argv, sys.modules["__main__"] = words, main
-            os.chdir(folder)
-            # Modules beside the script may make parts of the model when imported.
-            for name, imported in list(sys.modules.items()):
-                is_new = name.partition(".")[0] not in packages
-                if is_new and _is_beside(imported, path.parent):
-                    del sys.modules[name]
 
     def _stop(self, given: dict[str, Any]) -> None:
         if threading.get_ident() != self._thread:
@@ -236,6 +206,39 @@ class Script:
         if threading.get_ident() != self._thread:
             raise SystemExit  # ends a thread without a traceback
         raise Stopped
+
+
+@contextlib.contextmanager
+def as_main_program(
+    path: pathlib.Path, arguments: Sequence[str], *, is_heard: bool
+) -> Iterator[Callable[[], None]]:
+    """Yields the function that runs a script as `python SCRIPT ARGUMENTS` would; what
+    it prints goes to the standard error, or nowhere."""
+    source = path.resolve()
+    module = types.ModuleType("__main__")
+    module.__file__ = str(source)
+    code = compile(source.read_bytes(), str(source), "exec", dont_inherit=True)
+    main, words, folder = sys.modules["__main__"], sys.argv, os.getcwd()
+    packages = {name.partition(".")[0] for name in sys.modules}
+    if str(source.parent) not in sys.path:
+        sys.path.insert(0, str(source.parent))
+    sys.modules["__main__"] = module
+    sys.argv = [str(path), *arguments]
+    try:
+        with (
+            open(os.devnull, "w") as nothing,
+            contextlib.redirect_stdout(out := sys.stderr if is_heard else nothing),
+            contextlib.redirect_stderr(out),
+        ):
+            yield lambda: exec(code, vars(module))
+    finally:
+        sys.argv, sys.modules["__main__"] = words, main
+        os.chdir(folder)
+        # Modules beside the script may make parts of the model when imported.
+        for name, imported in list(sys.modules.items()):
+            is_new = name.partition(".")[0] not in packages
+            if is_new and _is_beside(imported, source.parent):
+                del sys.modules[name]
 
 
 class StandIn:
