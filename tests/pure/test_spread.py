@@ -56,7 +56,7 @@ QUESTIONS = {
             "strategies/absent_hosts",
             *("sharding/", "_private/grain", "plan/options"),
         ),
-        33,
+        29,
     ),
     "Is this gradient rows of a table?": Question(
         r"IndexedSlices|sum_rows|repeated_rows|all_reduce_rows",

@@ -26,7 +26,6 @@ from tfdp._private.names import current_rank
 from tfdp._private.optimizer_hooks import variables_built_with
 from tfdp.errors import LocalMeanWarning, LocalStateWarning
 from tfdp.seams.replace import instance_attributes, replace
-from tfdp.sharding.variables import ShardedVariable
 from tfdp.step.find_optimizers import optimizers_of
 from tfdp.step.local_step import LocalLook
 from tfdp.variables.local_view import LocalView
@@ -112,9 +111,7 @@ def state_of_replica(
     states = [owner.variables for owner in optimizers_of(model)]
     for variable in itertools.chain(model.weights, *states):
         value = variable.value
-        if isinstance(value, ShardedVariable):
-            yield variable.path, value.shard(rank)
-        elif isinstance(value, LocalView) and value.has_local:
+        if isinstance(value, LocalView) and value.has_local:
             yield variable.path, value.local_copy(rank)
         elif hasattr(value, "values"):
             yield variable.path, value.values[rank]
@@ -293,9 +290,6 @@ def _as_it_was(model: keras.Model) -> Iterator[None]:
     copies = []
     for variable in [*model.variables, *model.metrics_variables]:
         value = variable.value
-        if isinstance(value, ShardedVariable):
-            copies += [value.shard(rank) for rank in range(len(value.values))]
-            continue
         copies += list(getattr(value, "values", ()))
         # By class: TensorFlow would search a metric's sum over all hosts, some maybe
         # in a step, for an attribute that the variable lacks.
