@@ -54,9 +54,9 @@ QUESTIONS = {
         (
             *("chain/shards", "cluster/", "data/", "launch/", "plan/shards"),
             "strategies/absent_hosts",
-            *("sharding/", "_private/grain", "plan/options"),
+            *("sharding/", "_private/grain", "plan/options", "variables/in_shards"),
         ),
-        29,
+        18,
     ),
     "Is this gradient rows of a table?": Question(
         r"IndexedSlices|sum_rows|repeated_rows|all_reduce_rows",

@@ -33,7 +33,6 @@ from tfdp.hosts.host_link import HostLink
 #: The oldest saved state is dropped beyond these: more than is read ahead.
 MOST_STATES = 10_000
 MOST_CHARACTERS = 2**26
-SHARDS, STATES = "shards", "states"
 
 
 def with_own_state(dataset: tf.data.Dataset, adapter: Any) -> tf.data.Dataset:
@@ -124,12 +123,9 @@ class GrainPasses:
 
 
 class KeptInput:
-    """The state of a `grain` input of `fit`, in a checkpoint; other inputs have none.
+    """The state of a `grain` input of `fit`; other inputs have none."""
 
-    `hosts`: the `Hosts` of `tfdp.checkpoint.hosts`.
-    """
-
-    def __init__(self, adapter: Any, hosts: Any):
+    def __init__(self, adapter: Any, hosts: Any):  # the `Hosts` of a checkpoint
         self._hosts = hosts
         source = grain_input_of(adapter)
         self._shards = 1 if source is None else shards_of(source)[1]
@@ -145,7 +141,7 @@ class KeptInput:
         texts = [state]
         if self._shards > 1:
             texts = self._hosts.texts(state, "states of the input")
-        return {SHARDS: self._shards, STATES: texts}
+        return {"shards": self._shards, "states": texts}
 
     def put_back(self, kept: Any, batches: int) -> bool:
         """Makes the next pass begin after `batches`; false: the caller must skip them.
@@ -174,12 +170,12 @@ class KeptInput:
 
 def _checked(kept: Any) -> tuple[int, list[str]]:
     """The number of shards, and the states; none if the input is invalid."""
-    if not isinstance(kept, dict) or not is_count(kept.get(SHARDS)):
+    if not isinstance(kept, dict) or not is_count(kept.get("shards")):
         return 1, []
-    states = kept.get(STATES)
+    states = kept.get("states")
     if not isinstance(states, list) or not all(isinstance(s, str) for s in states):
-        return kept[SHARDS], []
-    return kept[SHARDS], states
+        states = []
+    return kept["shards"], states
 
 
 def has_own_shard(adapter: Any, link: HostLink) -> bool:
