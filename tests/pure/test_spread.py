@@ -61,7 +61,7 @@ QUESTIONS = {
     "Is this gradient rows of a table?": Question(
         r"IndexedSlices|sum_rows|repeated_rows|all_reduce_rows",
         ("chain/table_rows", "exchange/sparse", "hosts/row_sums"),
-        33,
+        30,
     ),
     "Is this local training?": Question(
         r"\.is_local\b|groups_across|group_of\("
@@ -72,12 +72,12 @@ QUESTIONS = {
             *("step/late_sums", "step/local_", "step/own_pace", "step/owned"),
             *("step/quorum_rounds", "sync/", "variables/local_view"),
         ),
-        17,
+        16,
     ),
     "Are these rows real?": Question(
         r"dummy|padded|padding|own_part|synthetic",
         ("chain/missing", "data/padding", "step/rows", "tracing/rows"),
-        22,
+        21,
     ),
 }
 
