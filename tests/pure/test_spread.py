@@ -45,9 +45,12 @@ QUESTIONS = {
         r"|jit_compile",
         (
             *("cluster/tpu", "exchange/tpu", "sharding/tpu", "strategies/tpu"),
-            *("variables/tpu", "_private/tpu", "plan/options"),
+            *("variables/tpu", "_private/tpu", "_private/names", "plan/options"),
+            *("strategies/auto", "step/jit"),
+            # Functions of their own are compiled, and the name of an error.
+            *("compression/blocks", "variables/bit_hash", "errors"),
         ),
-        24,
+        18,
     ),
     "Is it in shards?": Question(
         r"[sS]hard",
@@ -76,8 +79,16 @@ QUESTIONS = {
     ),
     "Are these rows real?": Question(
         r"dummy|padded|padding|own_part|synthetic",
-        ("chain/missing", "data/padding", "step/rows", "tracing/rows"),
-        21,
+        (
+            *("chain/missing", "data/padding", "step/rows", "tracing/rows"),
+            # Elements of a dataset that have no rows, and a host's rows of a batch.
+            *("_private/host_input", "data/hosts", "strategies/multi_host_loops"),
+            # Padding of examples, by the op Pad, and of what is sent.
+            *("data/pipeline", "lint/axes", "lint/rules", "hosts/mpi_link"),
+            *("exchange/collectives", "exchange/in_process", "exchange/packing"),
+            "compression/blocks",
+        ),
+        10,
     ),
 }
 
