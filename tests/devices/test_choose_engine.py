@@ -51,7 +51,7 @@ def test_logical_gpus_that_share_one_are_not_given_to_nccl(
     assert (choice.name, choice.hint) == (name, hint)
     assert ("share a GPU" in choice.reason) == (parts > 1)
     # Several hosts ask the same.
-    assert ("share a GPU" in connect_hosts._why_not_here(over_all=False)) == (parts > 1)
+    assert ("share a GPU" in connect_hosts._why_not_here("")) == (parts > 1)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ TWO = tfdp.Cluster(rank=0, workers=2, coordinator="127.0.0.1:1")
         ({"offload": "optimizer"}, "with shard='none': .*there are no shards"),
         (
             {"shard": 1, "communication": tfdp.Communication(engine="tensorflow")},
-            "carries no shards between hosts",
+            "carry no shards between hosts",
         ),
     ],
 )

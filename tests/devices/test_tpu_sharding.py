@@ -206,13 +206,11 @@ def test_checkpoints_hold_whole_variables(tmp_path):
 class TensorFlowsOwn(StandInStrategy):
     """Nothing stands in but the CPUs: `tpu.replicate` itself makes the graph."""
 
-    def _make_extended(self, tpu, draws_per_replica, wire_dtype):
+    def _make_extended(self, tpu):
         extended = TPUDataParallelExtended(
             self,
             tpu_stand_in.Resolver(2),
             CrossReplica,
-            draws_per_replica=draws_per_replica,
-            sharding=self._sharding,
             device_assignment=tpu_stand_in.Assignment(2),
         )
         extended._device_assignment = None

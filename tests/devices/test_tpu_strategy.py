@@ -287,12 +287,11 @@ def test_float16_loss_scaling_agrees_over_replicas():
 class TensorFlowsOwn(StandInStrategy):
     """Nothing stands in but the CPUs: `tpu.replicate` itself makes the graph."""
 
-    def _make_extended(self, tpu, draws_per_replica, wire_dtype):
+    def _make_extended(self, tpu):
         extended = TPUDataParallelExtended(
             self,
             tpu_stand_in.Resolver(2),
-            functools.partial(CrossReplica, wire_dtype=wire_dtype),
-            draws_per_replica=draws_per_replica,
+            functools.partial(CrossReplica, wire_dtype=self.given["wire_dtype"]),
             device_assignment=tpu_stand_in.Assignment(2),
         )
         extended._device_assignment = None

@@ -14,7 +14,7 @@ CASES = {
     "no server": ("sockets", "on worker 1 UnknownError: Could not start gRPC server"),
     "no library": ("sockets", "on worker 1 NotFoundError: libnccl.so.2"),
     "one GPU": ("sockets", "on worker 1 GPU-a is also worker 0's GPU, and NCCL"),
-    "shards": ("sockets", "on worker 0 shards over all hosts use the link"),
+    "shards": ("sockets", "on worker 0 TensorFlow's collectives carry no shards"),
 }
 
 

@@ -252,14 +252,13 @@ class StandInStrategy(tfdp.TPUDataParallelStrategy):
         # Copies behind one handle are what a TPU has; CPUs have a handle for each.
         self._enable_packed_variable_in_eager_mode = False
 
-    def _make_extended(self, tpu, draws_per_replica, wire_dtype):
+    def _make_extended(self, tpu):
         exchange = NoExchange if self.compiled else QueueExchange
+        wire_dtype = self.given["wire_dtype"]
         return TPUDataParallelExtended(
             self,
             Resolver(self.replicas_wanted),
             lambda replicas: CrossReplica(replicas, exchange(replicas), wire_dtype),
-            draws_per_replica=draws_per_replica,
-            sharding=self._sharding,
             device_assignment=Assignment(self.replicas_wanted),
         )
 

@@ -75,11 +75,6 @@ def strategy_of(optimizer: keras.optimizers.Optimizer) -> tf.distribute.Strategy
     return optimizer._distribution_strategy
 
 
-def shards_of(optimizer: keras.optimizers.Optimizer) -> Any:
-    """The `ShardUpdates` of the strategy of `optimizer`, or None."""
-    return getattr(strategy_of(optimizer).extended, "shards", None)
-
-
 def momentum_compression_of(optimizer: Any) -> Any:
     """The `MomentumCompression` of `optimizer`, or of its inner one; or None."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)

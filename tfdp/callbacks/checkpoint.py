@@ -30,7 +30,6 @@ from tfdp.callbacks.step_count import check_count, is_due
 from tfdp.callbacks.training_state import (
     FitPosition,
     HiddenOptimizers,
-    KeptInput,
     arrays_of,
     kept_logs,
     kept_of,
@@ -47,6 +46,7 @@ from tfdp.checkpoint.entries import state_of
 from tfdp.checkpoint.hosts import Hosts, StepAgreement, hosts_of
 from tfdp.checks import is_number
 from tfdp.cluster import START_AGAIN, progress
+from tfdp.data.grain import KeptInput
 from tfdp.errors import CheckpointWarning, ConfigurationError, DataError
 from tfdp.step.find_optimizers import optimizers_of
 

@@ -19,6 +19,7 @@ from tfdp.step.find_optimizers import (
 )
 from tfdp.step.norms_reader import NormsReader
 from tfdp.strategies.gather_from_hosts import refuse_without_graphs
+from tfdp.variables.in_shards import updates_of
 
 # (1 + decay) / (1 - decay), the number of steps that count, is `FEWEST_STEPS` here.
 LEAST_DECAY = 0.5
@@ -185,10 +186,10 @@ def _check_can_measure(model: keras.Model, name: str) -> None:
             "compares the gradients of single replicas with their sum, but there is "
             "one replica. Train on several: tfdp.use_virtual_devices(2) splits a CPU"
         )
-    elif strategy.shard != "none":
+    elif not updates_of(optimizer).has_whole_sums:
         why = (
-            f"needs whole sums of gradients, but with shard={strategy.shard!r} each "
-            "replica has a part of them. Estimate without shard, on a smaller model"
+            "needs whole sums of gradients, but with shard=... each replica has a part "
+            "of them. Estimate without shard, on a smaller model"
         )
     elif getattr(optimizer, "accumulate_steps", 1) > 1 or any(
         leaf.gradient_accumulation_steps for leaf in innermost_optimizers(optimizer)

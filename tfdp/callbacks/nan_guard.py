@@ -17,7 +17,6 @@ from tfdp.chain.compression import compression_entries
 from tfdp.chain.finite_guard import FiniteGuard
 from tfdp.checks import check_one_of
 from tfdp.errors import ConfigurationError, NotFiniteError, NotFiniteWarning
-from tfdp.sharding.variables import ShardedVariable
 from tfdp.step.find_optimizers import (
     innermost_optimizers,
     optimizers_of,
@@ -386,7 +385,6 @@ def _copies(model: keras.Model) -> Iterator[tf.Variable]:
     leaves = [leaf for owner in optimizers for leaf in innermost_optimizers(owner)]
     rates = [leaf.learning_rate for leaf in leaves]
     seen = {id(rate.value) for rate in rates if isinstance(rate, keras.Variable)}
-    ranks = range(len(model.distribute_strategy.extended.worker_devices))
     states = [optimizer.variables for optimizer in optimizers]
     # Not the model's variables: metrics and random states continue.
     for variable in itertools.chain(model.weights, *states):
@@ -394,10 +392,7 @@ def _copies(model: keras.Model) -> Iterator[tf.Variable]:
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, ShardedVariable):
-            yield from (value.shard(rank) for rank in ranks)
-        else:
-            yield from getattr(value, "values", (value,))
+        yield from getattr(value, "values", (value,))
     yield from _residuals_of(model)
 
 

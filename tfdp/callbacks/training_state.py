@@ -15,17 +15,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdp._private.grain_inputs import grain_input_of, own_state_of, shards_of
 from tfdp._private.keras_fit import PassesOfData
 from tfdp._private.keras_models import layers_within
 from tfdp.checkpoint.checkpoint import Restored
 from tfdp.checkpoint.hosts import Hosts
 from tfdp.checks import is_number, is_whole
-from tfdp.errors import CheckpointWarning, ConfigurationError, DataError
+from tfdp.errors import CheckpointWarning, DataError
 from tfdp.files.checked_json import is_count
 from tfdp.step.find_optimizers import optimizers_of
 
-SHARDS, STATES = "shards", "states"
 # Words in the state of a Mersenne Twister.
 WORDS = 624
 # Attributes with plain numbers; `arrays_of` has the weights in EarlyStopping.
@@ -188,62 +186,6 @@ def _from_plain(value: Any) -> Any:
     if isinstance(value, dict):
         return float(value["float"])
     return value
-
-
-class KeptInput:
-    """The state of a `grain` input of `fit`; other inputs have none."""
-
-    def __init__(self, adapter: Any, hosts: Hosts):
-        self._hosts = hosts
-        source = grain_input_of(adapter)
-        self._shards = 1 if source is None else shards_of(source)[1]
-        self._own = None if source is None else own_state_of(adapter)
-        if self._own is not None:
-            self._own.keep()
-
-    def kept(self, batches: int) -> dict[str, Any] | None:
-        """The state after `batches` of the current pass, as JSON; a collective."""
-        if self._own is None:
-            return None
-        state = (batches and self._own.state_after(batches)) or ""
-        texts = [state]
-        if self._shards > 1:
-            texts = self._hosts.texts(state, "states of the input")
-        return {SHARDS: self._shards, STATES: texts}
-
-    def put_back(self, kept: Any, batches: int) -> bool:
-        """Makes the next pass begin after `batches`; false: the caller must skip them.
-
-        Raises:
-          ConfigurationError: the number of shards differs.
-          DataError: `kept` is the state of another input.
-        """
-        shards, states = _checked(kept)
-        if batches and shards != self._shards:
-            raise ConfigurationError(
-                f"The grain input has {self._shards} shards, and had {shards} when the "
-                "checkpoint was written within a pass over it: each shard has its own "
-                "samples and order. Resume with the same number of hosts, or read all "
-                "of the input on every host (grain.sharding.NoSharding())."
-            )
-        if self._own is None or not batches or len(states) != max(shards, 1):
-            return False
-        state = states[self._hosts.rank if shards > 1 else 0]
-        # All or none: hosts that read again would be late.
-        if not all(states):
-            return False
-        self._own.begin_next_at(batches, state)
-        return True
-
-
-def _checked(kept: Any) -> tuple[int, list[str]]:
-    """The number of shards, and the states; none if the input is invalid."""
-    if not isinstance(kept, dict) or not is_count(kept.get(SHARDS)):
-        return 1, []
-    states = kept.get(STATES)
-    if not isinstance(states, list) or not all(isinstance(s, str) for s in states):
-        return kept[SHARDS], []
-    return kept[SHARDS], states
 
 
 def random_now() -> dict[str, Any]:

@@ -23,12 +23,12 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp._private.names import SyncOnReadVariable
-from tfdp._private.optimizer_hooks import ACCUMULATOR_NAME, WEIGHT_NAME, shards_of
+from tfdp._private.optimizer_hooks import ACCUMULATOR_NAME, WEIGHT_NAME
 from tfdp._private.variable_hooks import assign_each
 from tfdp.chain.compression import compression_entries
-from tfdp.sharding.variables import ShardedVariable
 from tfdp.step.find_optimizers import optimizers_of
 from tfdp.variables.global_seed import global_seed_states
+from tfdp.variables.in_shards import held_by_host, updates_of
 from tfdp.variables.local_view import LocalView
 from tfdp.variables.mirrored import is_seed_state
 from tfdp.variables.own_values import OfRanks, OwnSums
@@ -134,8 +134,7 @@ def _rules_of_differing(model: keras.Model, optimizers: list[Any]) -> dict[int, 
     """
     rules, accumulates = {}, False
     for optimizer in optimizers:
-        shards = shards_of(optimizer)
-        of_gradients = "all" if shards is not None and shards.stage > 1 else "sum"
+        of_gradients = "all" if updates_of(optimizer).sums_every_batch else "sum"
         for variable in optimizer.variables:
             if ACCUMULATOR_NAME in variable.path:
                 rules[id(variable)], accumulates = of_gradients, True
@@ -153,8 +152,12 @@ def _rules_of_differing(model: keras.Model, optimizers: list[Any]) -> dict[int, 
 def _entry_of(variable: keras.Variable, rule: str | None = None) -> Entry:
     value, path = variable.value, variable.path
     is_sum = rule in ("sum", "all")
-    if isinstance(value, ShardedVariable):
-        return _sharded(variable, value, is_sum)
+    held = held_by_host(value)
+    if held is not None:
+        entry, (read, lengths) = _whole(variable, is_sum), held
+        if len(lengths) > 1:
+            entry = replace(entry, kind="shards", read=read, lengths=lengths)
+        return entry
     if isinstance(value, LocalView) and value.is_of_group:
         copies = [value.outer_copy(rank) for rank in range(len(value.values))]
         rule = "mean" if copies[0].dtype.is_floating else "first"
@@ -170,7 +173,7 @@ def _entry_of(variable: keras.Variable, rule: str | None = None) -> Entry:
     if rule not in (None, "all"):
         copies = list(getattr(value, "values", [value]))
         return _of_copies(path, copies, _identical_or(copies, rule), is_sum)
-    return _whole(variable, tuple(value.shape), is_sum)
+    return _whole(variable, is_sum)
 
 
 def _of_copies(
@@ -183,30 +186,13 @@ def _of_copies(
     return Entry(path, "ranks", shape, dtype, read, restore, is_sum=is_sum)
 
 
-def _whole(variable: keras.Variable, shape: tuple[int, ...], is_sum: bool) -> Entry:
+def _whole(variable: keras.Variable, is_sum: bool) -> Entry:
     def read() -> np.ndarray:
         # No copy, unlike `variable.numpy()`.
         return np.asarray(tf.convert_to_tensor(variable.value))
 
-    path, dtype = variable.path, variable.dtype
+    path, dtype, shape = variable.path, variable.dtype, tuple(variable.value.shape)
     return Entry(path, "whole", shape, dtype, read, variable.assign, is_sum=is_sum)
-
-
-def _sharded(variable: keras.Variable, value: ShardedVariable, is_sum: bool) -> Entry:
-    shards = value.distribute_strategy.extended.shards
-    local = len(value.distribute_strategy.extended.worker_devices)
-    parts = shards.reducer.transport.shard_parts // local
-    shape = tuple(value.layout.shape)
-    if parts == 1:
-        return _whole(variable, shape, is_sum)
-    edges = [value.layout.bounds(part * local)[0] for part in range(parts)]
-    lengths = tuple(np.diff([*edges, value.layout.elements]).tolist())
-    path, dtype = variable.path, variable.dtype
-
-    def read() -> np.ndarray:
-        return np.asarray(shards.own_range(value))
-
-    return Entry(path, "shards", shape, dtype, read, variable.assign, lengths, is_sum)
 
 
 def _add_local(entries: dict[str, Entry], group: str, local: Any) -> None:

@@ -1,4 +1,4 @@
-"""`GrainPasses`: resumable passes over a `grain` input.
+"""Resumable passes over a `grain` input, and what a checkpoint stores of them.
 
 Keras wraps a grain iterator in a dataset, and TensorFlow reads ahead of the training.
 So the iterator's state is saved after each batch and looked up by the number of batches
@@ -17,11 +17,17 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp._private.grain_inputs import grain_input_of, keep_own_state, shards_of
+from tfdp._private.grain_inputs import (
+    grain_input_of,
+    keep_own_state,
+    own_state_of,
+    shards_of,
+)
 from tfdp._private.names import NoneTensorSpec
+from tfdp.data.hosts import rows_of_place
 from tfdp.data.same_batches import new_dataset_name
 from tfdp.errors import ConfigurationError, DataError
-from tfdp.files.checked_json import parse_json
+from tfdp.files.checked_json import is_count, parse_json
 from tfdp.hosts.host_link import HostLink
 
 #: The oldest saved state is dropped beyond these: more than is read ahead.
@@ -116,6 +122,62 @@ class GrainPasses:
                 self._characters -= len(self._states.popitem(last=False)[1])
 
 
+class KeptInput:
+    """The state of a `grain` input of `fit`; other inputs have none."""
+
+    def __init__(self, adapter: Any, hosts: Any):  # the `Hosts` of a checkpoint
+        self._hosts = hosts
+        source = grain_input_of(adapter)
+        self._shards = 1 if source is None else shards_of(source)[1]
+        self._own = None if source is None else own_state_of(adapter)
+        if self._own is not None:
+            self._own.keep()
+
+    def kept(self, batches: int) -> dict[str, Any] | None:
+        """The state after `batches` of the current pass, as JSON; a collective."""
+        if self._own is None:
+            return None
+        state = (batches and self._own.state_after(batches)) or ""
+        texts = [state]
+        if self._shards > 1:
+            texts = self._hosts.texts(state, "states of the input")
+        return {"shards": self._shards, "states": texts}
+
+    def put_back(self, kept: Any, batches: int) -> bool:
+        """Makes the next pass begin after `batches`; false: the caller must skip them.
+
+        Raises:
+          ConfigurationError: the number of shards differs.
+          DataError: `kept` is the state of another input.
+        """
+        shards, states = _checked(kept)
+        if batches and shards != self._shards:
+            raise ConfigurationError(
+                f"The grain input has {self._shards} shards, and had {shards} when the "
+                "checkpoint was written within a pass over it: each shard has its own "
+                "samples and order. Resume with the same number of hosts, or read all "
+                "of the input on every host (grain.sharding.NoSharding())."
+            )
+        if self._own is None or not batches or len(states) != max(shards, 1):
+            return False
+        state = states[self._hosts.rank if shards > 1 else 0]
+        # All or none: hosts that read again would be late.
+        if not all(states):
+            return False
+        self._own.begin_next_at(batches, state)
+        return True
+
+
+def _checked(kept: Any) -> tuple[int, list[str]]:
+    """The number of shards, and the states; none if the input is invalid."""
+    if not isinstance(kept, dict) or not is_count(kept.get("shards")):
+        return 1, []
+    states = kept.get("states")
+    if not isinstance(states, list) or not all(isinstance(s, str) for s in states):
+        states = []
+    return kept["shards"], states
+
+
 def has_own_shard(adapter: Any, link: HostLink) -> bool:
     """Whether each host's `grain.DataLoader` reads its own shard of the input.
 
@@ -146,10 +208,17 @@ def has_own_shard(adapter: Any, link: HostLink) -> bool:
     return own[0]
 
 
-def is_own_shard(adapter: Any, rank: int, hosts: int) -> bool:
-    """Whether this host's loader reads its own shard; asks no other host."""
+def own_rows(
+    dataset: tf.data.Dataset, adapter: Any, rank: int, hosts: int
+) -> tf.data.Dataset:
+    """A host's rows of every batch: all of them if a loader reads its shard only.
+
+    Asks no other host.
+    """
     source = grain_input_of(adapter)
-    return source is not None and is_shard_of(*shards_of(source), rank, hosts)
+    if source is not None and is_shard_of(*shards_of(source), rank, hosts):
+        return dataset
+    return rows_of_place(dataset, rank, hosts)
 
 
 def is_shard_of(index: int, count: int, rank: int, hosts: int) -> bool:

@@ -7,7 +7,8 @@ of equal index. They may be added earlier where the update is the same: see
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -32,6 +33,14 @@ class RowSum(NamedTuple):
     label: str
     summed: bool
     wire_dtype: str | None
+
+
+def map_values(function: Callable[[tf.Tensor], Any], gradient: Any) -> Any:
+    """`function` of a gradient, or of the values of rows, which keep their indices."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return function(gradient)
+    values = function(gradient.values)
+    return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
 
 
 def merge_rows(slices: tf.IndexedSlices) -> tf.IndexedSlices:

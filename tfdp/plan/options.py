@@ -206,11 +206,42 @@ class Given:
         """Whether the replicas of all hosts share the shards."""
         return self.hosts > 1 and self.has("shard") and self["shard_group"] == "all"
 
+    def in_words(self) -> tuple[str, ...]:
+        """The options that describe a strategy, as in ("shard gradients",)."""
+        return (f"shard {self['shard']}",) if self.has("shard") else ()
+
     @property
     def has_idle_shards(self) -> bool:
         """Whether the replicas of a host share shards, and there is only one."""
         is_alone = self.hosts > 1 and self.devices == 1 and self.has("shard")
         return is_alone and not self.has("offload")
+
+
+class WithOptions:
+    """A strategy's options as attributes."""
+
+    #: The options of this strategy.
+    given: Given
+
+    @property
+    def shard(self) -> str:
+        """The sharded state: "none", "optimizer", "gradients" or "parameters"."""
+        return str(self.given["shard"])
+
+    @property
+    def shard_group(self) -> str:
+        """Which replicas share the shards: "all", or those of each "host"."""
+        return str(self.given["shard_group"])
+
+    @property
+    def shard_min_bytes(self) -> int:
+        """The bytes below which a variable stays whole."""
+        return int(self.given["shard_min_bytes"])
+
+    @property
+    def offload(self) -> str:
+        """The state that the host keeps for the devices: "none" or "optimizer"."""
+        return str(self.given["offload"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -380,7 +411,7 @@ LIMITS: dict[Where, dict[str, Limit | str]] = {
     },
     _with("shard", lambda given: given.has_shards_of_all, " over all hosts"): {
         "Communication.engine": Limit(
-            "'tensorflow' carries no shards between hosts",
+            "TensorFlow's collectives carry no shards between hosts",
             ("auto", "sockets", "mpi"),
             "Use shard_group='host', which shards within each host, or another engine.",
         ),
@@ -499,9 +530,9 @@ def _conflicts(
                 yield name, where, limit, values
 
 
-def can_act(given: Given) -> bool:
-    """Whether all options can act where they are given, and with each other."""
-    return next(_conflicts(given), None) is None
+def why_not(given: Given) -> str:
+    """Why an option cannot act where it is given, or with the others; "": all can."""
+    return next((limit.why for _, _, limit, _ in _conflicts(given)), "")
 
 
 def refuse_options(given: Given) -> None:

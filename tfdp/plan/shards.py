@@ -18,6 +18,8 @@ from tfdp.plan.options import OPTIONS, SHARD_STAGES, Given, refuse_options
 ALIGNED_ELEMENTS = 64
 # The most padding that alignment may add, as a part of the tensor.
 MOST_PADDING = 1 / 64
+#: The options of a `Sharding`, in the order of its fields.
+NAMES = ("shard", "shard_group", "shard_min_bytes", "offload")
 
 
 def shard_stage(shard: str | int) -> int:
@@ -65,9 +67,8 @@ class Sharding:
     def __post_init__(self) -> None:
         # Normalized, so that equal values are equal.
         object.__setattr__(self, "what", SHARD_STAGES[shard_stage(self.what)])
-        names = ("shard", "shard_group", "shard_min_bytes", "offload")
-        values = (self.what, self.group, self.min_bytes, self.offload)
-        refuse_options(Given(values=dict(zip(names, values, strict=True))))
+        values = dict(zip(NAMES, dataclasses.astuple(self), strict=True))
+        refuse_options(Given(values=values))
 
     @property
     def stage(self) -> int:
@@ -99,6 +100,11 @@ def sharding_of(shard: str | int | Sharding, **others: Any) -> Sharding:
                 f"strategy has {value!r}. Give it once, in the Sharding."
             )
     return shard
+
+
+def sharding_in(given: Given) -> Sharding:
+    """The sharding in the options of a strategy."""
+    return Sharding(*map(given.__getitem__, NAMES))
 
 
 def overlap(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:

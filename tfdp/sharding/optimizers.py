@@ -28,11 +28,17 @@ from tfdp._private.optimizer_hooks import find_gradient_hook, is_own
 from tfdp.errors import ConfigurationError
 from tfdp.plan.shards import OwnedLayout
 from tfdp.seams.replace import instance_attributes
-from tfdp.sharding.owners import OF_KERAS, check_owners, definer_of, whole_updates
+from tfdp.sharding.owners import (
+    OF_KERAS,
+    check_owners,
+    definer_of,
+    refuse_late_owners,
+    whole_updates,
+)
 from tfdp.sharding.updates import ShardUpdates
 from tfdp.sharding.variables import updating_rank
 from tfdp.tracing.step import current_step
-from tfdp.variables.in_shards import is_in_shards, is_stored_in_shards
+from tfdp.variables.in_shards import PlainUpdates, is_in_shards, is_stored_in_shards
 
 # These update each element independently.
 ELEMENTWISE = (
@@ -98,79 +104,97 @@ def check_own_hooks(optimizer: Optimizer) -> None:
         )
 
 
-def shard_overrides(optimizer: Optimizer, shards: ShardUpdates) -> dict[str, Any]:
-    """The method overrides with which a shardable `optimizer` updates shards."""
-    current: list[Any] = []
+class ShardedUpdates(PlainUpdates):
+    """How optimizers update the variables of a strategy that are in shards."""
 
-    def apply_gradients(gradients: Sequence[Any], variables: Sequence[Any]) -> Any:
-        current[:] = variables
-        check_owners(optimizer, variables)
-        return hooks.by_keras(optimizer, hooks.APPLY_GRADIENTS)(gradients, variables)
+    has_whole_sums = False
 
-    def clip(gradients: Sequence[Any]) -> list[Any]:
-        return clip_over_shards(optimizer, gradients, current, shards)
+    def __init__(self, shards: ShardUpdates):
+        self._shards = shards
+        # From stage 2 on accumulators are shards of sums.
+        self.sums_every_batch = shards.stage > 1
 
-    overrides: dict[str, Any] = {
-        hooks.APPLY_GRADIENTS: apply_gradients,
-        hooks.CLIP: clip,
-        hooks.AVERAGE: partial(_average_shards, optimizer),
-        hooks.DECAY: partial(_decay_on_devices, optimizer, shards),
-        "update_step": partial(_update_shard, optimizer, shards),
-    }
-    for method in (hooks.UPDATE_STEP, hooks.OVERWRITE_WITH_AVERAGE):
-        overrides[method] = partial(_then_gather, optimizer, method, shards)
-    if whole_updates(optimizer) is not None:
-        overrides[hooks.UPDATE_OF_STRATEGY] = partial(
-            _update_at_owners, optimizer, shards
-        )
-    if hasattr(optimizer, "update_phases"):
-        overrides[hooks.UPDATE_OF_STRATEGY] = partial(
-            _update_in_phases, optimizer, shards
-        )
-    return overrides
+    def overrides(self, optimizer: Any) -> dict[str, Any]:
+        shards = self._shards
+        current: list[Any] = []
 
+        def apply_gradients(gradients: Sequence[Any], variables: Sequence[Any]) -> Any:
+            current[:] = variables
+            check_owners(optimizer, variables)
+            apply = hooks.by_keras(optimizer, hooks.APPLY_GRADIENTS)
+            return apply(gradients, variables)
 
-def clip_over_shards(
-    optimizer: Optimizer,
-    gradients: Sequence[Any],
-    variables: Sequence[Any],
-    shards: ShardUpdates,
-) -> list[Any]:
-    """Keras' clipping, with whole norms, summed over the shards."""
-    stock = hooks.by_keras(optimizer, hooks.CLIP)
-    if not (optimizer.clipnorm or optimizer.global_clipnorm):
-        return stock(gradients)
-    places = [
-        i
-        for i, (gradient, variable) in enumerate(zip(gradients, variables, strict=True))
-        if gradient is not None and is_in_shards(variable)
-    ]
-    if not places:
-        return stock(gradients)
-    dtype = _dtype_of_norms([g for g in gradients if g is not None])
-    own = [tf.reduce_sum(tf.square(tf.cast(gradients[i], dtype))) for i in places]
-    squares = _total_over_shards(own, shards)
-    clipped = list(gradients)
-    if optimizer.clipnorm:
-        others = [i for i in range(len(gradients)) if i not in places]
-        clipped_by_keras = stock([gradients[i] for i in others])
-        for place, gradient in zip(others, clipped_by_keras, strict=True):
-            clipped[place] = gradient
-        for place, square in zip(places, squares, strict=True):
-            gradient, bound = gradients[place], optimizer.clipnorm
-            larger = tf.maximum(tf.sqrt(square), bound)
-            clipped[place] = gradient * bound / tf.cast(larger, gradient.dtype)
-        return clipped
-    whole = [
-        tf.reduce_sum(tf.square(tf.cast(tf.convert_to_tensor(g), dtype)))
-        for i, g in enumerate(gradients)
-        if g is not None and i not in places
-    ]
-    norm = tf.sqrt(tf.add_n([*whole, *squares]))
-    bound = optimizer.global_clipnorm
-    # Adds 0, or nan if the norm is infinite: then everything is nan, as in Keras.
-    scale = bound * tf.minimum(1.0 / norm, 1.0 / bound) + (norm - norm)
-    return [None if g is None else g * tf.cast(scale, g.dtype) for g in gradients]
+        def clip(gradients: Sequence[Any]) -> list[Any]:
+            return self.clip(optimizer, gradients, current)
+
+        methods: dict[str, Any] = {
+            hooks.APPLY_GRADIENTS: apply_gradients,
+            hooks.CLIP: clip,
+            hooks.AVERAGE: partial(_average_shards, optimizer),
+            hooks.DECAY: partial(_decay_on_devices, optimizer, shards),
+            "update_step": partial(_update_shard, optimizer, shards),
+        }
+        for method in (hooks.UPDATE_STEP, hooks.OVERWRITE_WITH_AVERAGE):
+            methods[method] = partial(_then_gather, optimizer, method, shards)
+        if whole_updates(optimizer) is not None:
+            methods[hooks.UPDATE_OF_STRATEGY] = partial(
+                _update_at_owners, optimizer, shards
+            )
+        if hasattr(optimizer, "update_phases"):
+            methods[hooks.UPDATE_OF_STRATEGY] = partial(
+                _update_in_phases, optimizer, shards
+            )
+        return methods
+
+    def check(self, optimizer: Any, leaves: Sequence[Any]) -> None:
+        check_own_hooks(optimizer)
+        for leaf in leaves:
+            check_shardable(leaf)
+
+    def check_build(self, optimizer: Any, leaves: Any, variables: Any) -> None:
+        refuse_late_owners(optimizer, leaves, variables)
+
+    def check_overwritten(self, variable: Any) -> None:
+        if is_in_shards(variable):
+            raise ConfigurationError(
+                f"The variable {variable.path!r}, which Keras overwrites by its "
+                "gradient, is in shards, and no replica has the whole of it. Give the "
+                "strategy a shard_min_bytes above its size, such as the default."
+            )
+
+    def clip(self, optimizer: Any, gradients: Sequence[Any], variables: Any) -> Any:
+        """Keras' clipping, with whole norms, summed over the shards."""
+        stock = hooks.by_keras(optimizer, hooks.CLIP)
+        if not (optimizer.clipnorm or optimizer.global_clipnorm):
+            return stock(gradients)
+        pairs = enumerate(zip(gradients, variables, strict=True))
+        places = [i for i, (g, v) in pairs if g is not None and is_in_shards(v)]
+        if not places:
+            return stock(gradients)
+        dtype = _dtype_of_norms([g for g in gradients if g is not None])
+        own = [tf.reduce_sum(tf.square(tf.cast(gradients[i], dtype))) for i in places]
+        squares = _total_over_shards(own, self._shards)
+        clipped = list(gradients)
+        if optimizer.clipnorm:
+            others = [i for i in range(len(gradients)) if i not in places]
+            clipped_by_keras = stock([gradients[i] for i in others])
+            for place, gradient in zip(others, clipped_by_keras, strict=True):
+                clipped[place] = gradient
+            for place, square in zip(places, squares, strict=True):
+                gradient, bound = gradients[place], optimizer.clipnorm
+                larger = tf.maximum(tf.sqrt(square), bound)
+                clipped[place] = gradient * bound / tf.cast(larger, gradient.dtype)
+            return clipped
+        whole = [
+            tf.reduce_sum(tf.square(tf.cast(tf.convert_to_tensor(g), dtype)))
+            for i, g in enumerate(gradients)
+            if g is not None and i not in places
+        ]
+        norm = tf.sqrt(tf.add_n([*whole, *squares]))
+        bound = optimizer.global_clipnorm
+        # Adds 0, or nan if the norm is infinite: then everything is nan, as in Keras.
+        scale = bound * tf.minimum(1.0 / norm, 1.0 / bound) + (norm - norm)
+        return [None if g is None else g * tf.cast(scale, g.dtype) for g in gradients]
 
 
 def _dtype_of_norms(values: Sequence[Any]) -> tf.DType:

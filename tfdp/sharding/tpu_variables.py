@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfdp._private.names import current_rank
 from tfdp._private.tpu_names import assign_in_replica, in_tpu_replica, read_stored
 from tfdp.exchange.packing import shard_of
+from tfdp.sharding.updates import ShardUpdates
 from tfdp.sharding.variables import ShardedVariable, ShardUpdatedVariable, updating_rank
 from tfdp.variables.tpu import AssignedInReplica, TPUReplicaVariable
 
@@ -69,7 +70,12 @@ class TPUShardUpdatedVariable(TPUReplicaVariable, ShardUpdatedVariable):
         return shard_of(whole, self.layout, rank)
 
 
-def tpu_shard_class(shard_class: type) -> type:
-    """The TPU class that corresponds to `shard_class`."""
-    is_stored = issubclass(shard_class, ShardedVariable)
-    return TPUShardedVariable if is_stored else TPUShardUpdatedVariable
+class TPUShardUpdates(ShardUpdates):
+    """`ShardUpdates` whose variables are those of TPU replicas."""
+
+    def class_of(self, kwargs: dict[str, Any], value: tf.Tensor) -> type | None:
+        shard_class = super().class_of(kwargs, value)
+        if shard_class is None:
+            return None
+        is_stored = issubclass(shard_class, ShardedVariable)
+        return TPUShardedVariable if is_stored else TPUShardUpdatedVariable

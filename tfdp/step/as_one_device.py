@@ -20,7 +20,7 @@ from tfdp.errors import ConfigurationError
 from tfdp.step.find_optimizers import optimizers_of, optimizers_with_sync
 from tfdp.step.observers import StepMeter, observers_of
 from tfdp.tracing.keras_steps import name_of_step
-from tfdp.tracing.rows import find_padded, trim_rows, without_padding
+from tfdp.tracing.rows import of_real_rows
 
 
 def runs_as_one_device(model: keras.Model) -> bool:
@@ -40,11 +40,7 @@ def run_as_one_device(
     model = getattr(fn, "__self__", None)
     _refuse_what_needs_replicas(strategy, optimizers_of(model))
     given = with_none(args), with_none(kwargs or {})
-    padded = find_padded(given)
-    if padded is not None:
-        given = without_padding(given)
-        if tf.nest.flatten(padded.rows):
-            given = trim_rows(given, padded.rows)
+    given = of_real_rows(given)
     args, kwargs = tf.nest.map_structure(_whole, given, expand_composites=False)
     if name_of_step(fn) == "train_step":
         for meter in observers_of(model, StepMeter):
@@ -56,12 +52,12 @@ def run_as_one_device(
 def _refuse_what_needs_replicas(
     strategy: tf.distribute.Strategy, optimizers: Sequence[Any]
 ) -> None:
-    reducer = getattr(strategy.extended, "reducer", None)
+    given, reducer = strategy.given, strategy.extended.reducer
     options = {
         f"a strategy of {strategy.hosts} hosts": strategy.hosts > 1,
         "sync=...": optimizers_with_sync(optimizers, strategy),
-        "Communication(compression=...)": getattr(reducer, "compressed", None),
-        "Communication(repeated_rows='sum')": _adds_repeated_rows(reducer),
+        "Communication(compression=...)": reducer.compressed,
+        "Communication(repeated_rows='sum')": given.has("Communication.repeated_rows"),
         "an optimizer that sends its momentum": any(
             momentum_compression_of(one) is not None for one in optimizers
         ),
@@ -79,11 +75,6 @@ def refusal(option: str) -> ConfigurationError:
         "run_eagerly=False (and tf.config.run_functions_eagerly(False)). Or debug on "
         "one host without that option: all other numbers are the same."
     )
-
-
-def _adds_repeated_rows(reducer: Any) -> bool:
-    communication = getattr(reducer, "communication", None)
-    return communication is not None and communication.repeated_rows == "sum"
 
 
 def _whole(value: Any) -> Any:

@@ -15,7 +15,7 @@ from tfdp import compression
 from tfdp import sync as methods
 from tfdp._private import optimizer_hooks as hooks
 from tfdp._private.names import replicas_of
-from tfdp._private.optimizer_hooks import ACCUMULATOR_NAME, WEIGHT_NAME, shards_of
+from tfdp._private.optimizer_hooks import ACCUMULATOR_NAME, WEIGHT_NAME
 from tfdp.chain.reduction import Reduction, Stage, update_through
 from tfdp.chain.stages import agree_finite, reduce_gradients
 from tfdp.checks import is_number, is_whole
@@ -35,6 +35,7 @@ from tfdp.tracing.batch_weight import batch_weight
 from tfdp.tracing.keras_steps import as_tensors
 from tfdp.tracing.loss_shares import note_gradients
 from tfdp.tracing.step import Step, current_step
+from tfdp.variables.in_shards import updates_of
 
 
 # A LossScaleOptimizer, so that Keras does not wrap it in another one under float16.
@@ -265,7 +266,8 @@ class DistributedOptimizer(hooks.LossScaleHooks):
         )
         weight = tf.abs(kept)
         indices = [hooks.variable_index(self, variable) for variable in variables]
-        if self._accumulates_shards():
+        sums_every_batch = updates_of(self).sums_every_batch
+        if sums_every_batch:
             gradients = self._reduced(gradients, variables, weight)
         elif found is not None:
             rounds = self._rounds
@@ -294,7 +296,7 @@ class DistributedOptimizer(hooks.LossScaleHooks):
                 )
                 for index, gradient in zip(indices, gradients, strict=True)
             ]
-            if not self._accumulates_shards():
+            if not sums_every_batch:
                 means = self._reduced(means, variables, None if are_sums else total)
             self._update_weights(means, variables)
             for spent in (*self._accumulators, self._weight_sum, self._micro_step):
@@ -303,11 +305,6 @@ class DistributedOptimizer(hooks.LossScaleHooks):
 
         is_last = tf.convert_to_tensor(self._micro_step) >= self.accumulate_steps
         ops.cond(is_last, update, lambda: None)
-
-    def _accumulates_shards(self) -> bool:
-        """Whether every micro-step is reduced, so that accumulators can be shards."""
-        shards = shards_of(self)
-        return shards is not None and shards.stage > 1
 
     def _reduced(
         self, gradients: list[Any], variables: list[Any], weight: Any
@@ -358,9 +355,9 @@ class DistributedOptimizer(hooks.LossScaleHooks):
                 self.inner_optimizer.apply(gradients, variables)
                 return
             found = current_step()
-            if found is None or shards_of(self) is None:
+            if found is None or updates_of(self).has_whole_sums:
                 is_finite = self.check_finite(gradients)
-            else:  # each replica tests its own shards
+            else:  # each replica tests its own part
                 is_finite = agree_finite(self, gradients, *found)
             self.update_if_finite(gradients, variables, is_finite)
 

@@ -26,10 +26,9 @@ from tfdp._private.names import current_rank
 from tfdp._private.optimizer_hooks import variables_built_with
 from tfdp.errors import LocalMeanWarning, LocalStateWarning
 from tfdp.seams.replace import instance_attributes, replace
-from tfdp.sharding.variables import ShardedVariable
 from tfdp.step.find_optimizers import optimizers_of
 from tfdp.step.local_step import LocalLook
-from tfdp.variables.local_view import LocalView
+from tfdp.variables.local_view import copies_of
 
 # The numbers of nothing.
 NONE = np.zeros([0, 4], np.int64)
@@ -111,13 +110,9 @@ def state_of_replica(
     """Weights and the optimizer's state in the copies of a replica of this process."""
     states = [owner.variables for owner in optimizers_of(model)]
     for variable in itertools.chain(model.weights, *states):
-        value = variable.value
-        if isinstance(value, ShardedVariable):
-            yield variable.path, value.shard(rank)
-        elif isinstance(value, LocalView) and value.has_local:
-            yield variable.path, value.local_copy(rank)
-        elif hasattr(value, "values"):
-            yield variable.path, value.values[rank]
+        stored, local = copies_of(variable.value)
+        if stored:
+            yield variable.path, (local or stored)[rank]
 
 
 class _Look:
@@ -168,10 +163,8 @@ class _Look:
 
 def _numbers_of(value: Any, *, has_rows: bool) -> tf.Tensor | None:
     """NaNs, infinities, all numbers, and the first row with one, or -1; None: none."""
-    if isinstance(value, (tf.RaggedTensor, tf.IndexedSlices, tf.SparseTensor)):
-        value, has_rows = value.values, False
-        if isinstance(value, tf.RaggedTensor):
-            value = value.flat_values
+    parts = getattr(value, "flat_values", getattr(value, "values", value))
+    value, has_rows = parts, has_rows and parts is value
     if not tf.is_tensor(value) or not value.dtype.is_floating:
         return None
     row = tf.constant(-1, tf.int64)
@@ -290,17 +283,9 @@ def _examined(call: Callable, layer: Any, looks: Sequence[_Look]) -> Callable:
 @contextlib.contextmanager
 def _as_it_was(model: keras.Model) -> Iterator[None]:
     """Restores on exit what a step stores, averages of weights included."""
-    copies = []
+    copies: list[tf.Variable] = []
     for variable in [*model.variables, *model.metrics_variables]:
-        value = variable.value
-        if isinstance(value, ShardedVariable):
-            copies += [value.shard(rank) for rank in range(len(value.values))]
-            continue
-        copies += list(getattr(value, "values", ()))
-        # By class: TensorFlow would search a metric's sum over all hosts, some maybe
-        # in a step, for an attribute that the variable lacks.
-        if isinstance(value, LocalView) and value.has_local:
-            copies += [value.local_copy(rank) for rank in range(len(value.values))]
+        copies += itertools.chain(*copies_of(variable.value))
     before = [copy.read_value() for copy in copies]
     try:
         yield

@@ -30,7 +30,6 @@ from tfdp._private.optimizer_hooks import (
     find_gradient_hook,
     is_own,
     momentum_compression_of,
-    shards_of,
     strategy_of,
     variables_built_with,
 )
@@ -45,7 +44,7 @@ from tfdp.step.find_optimizers import innermost_optimizers
 from tfdp.tracing.keras_steps import VARIABLES
 from tfdp.tracing.loss_shares import note_gradients
 from tfdp.tracing.step import Step, call_before_step, current_step
-from tfdp.variables.in_shards import is_in_shards, is_stored_in_shards
+from tfdp.variables.in_shards import updates_of
 
 # What a loss scaler has besides the optimizer that it wraps.
 SCALE_STATE = ("step_counter", "dynamic_scale")
@@ -57,18 +56,14 @@ class Overridden:
 
     def __init__(self, optimizer: Optimizer, step: Step):
         self.optimizer, self.step = optimizer, step
-        self.shards = shards_of(optimizer)
+        self.updates = updates_of(optimizer)
         self.leaves = innermost_optimizers(optimizer)
         accumulates = any(leaf.gradient_accumulation_steps for leaf in self.leaves)
-        in_shards = self.shards is not None and self.shards.stage > 1
         #: Whether gradients are reduced before the optimizer looks at them. With
-        #: accumulation Keras reduces once for all batches, within its conditional; but
-        #: from stage 2 on the accumulators are shards of sums.
-        self.reduces_first = not accumulates or in_shards
+        #: accumulation Keras reduces once for all batches, within its conditional.
+        self.reduces_first = not accumulates or self.updates.sums_every_batch
         #: Those with a sum of their own, which would not be called.
         self.own_reduction = [leaf for leaf in self.leaves if is_own(leaf, REDUCE)]
-        #: Whether something about it may have to be refused.
-        self.is_checked = bool(self.shards or self.own_reduction or accumulates)
 
 
 def optimizer_overrides(
@@ -100,9 +95,7 @@ def _method_overrides(facts: Overridden, some_defer: bool) -> dict[str, Any]:
     if hasattr(optimizer, "inner_optimizer"):
         overrides["check_finite"] = functools.partial(_check_finite, facts)
         return overrides
-    own = {}
-    if facts.shards is not None:
-        own = sharded_optimizers().shard_overrides(optimizer, facts.shards)
+    own = facts.updates.overrides(optimizer)
     if not some_defer:
         return own | ALREADY_REDUCED | overrides
     # Keras clips before it accumulates and reduces. Clipping of gradients that are not
@@ -153,8 +146,7 @@ def _apply(
         tf.convert_to_tensor(one) if isinstance(one, VARIABLES) else one
         for one in gradients
     ]
-    if facts.is_checked:
-        _check(facts)
+    _check(facts)
     if variables is not None and not optimizer.built:
         build_before_step(optimizer, variables)
     built_with = variables or variables_built_with(optimizer)
@@ -183,10 +175,7 @@ def _apply(
 def _check(facts: Overridden) -> None:
     """Refuses an optimizer that would look at parts of sums, or whose own sum would not
     be called."""
-    if facts.shards is not None:
-        sharded_optimizers().check_own_hooks(facts.optimizer)
-        for leaf in facts.leaves:
-            sharded_optimizers().check_shardable(leaf)
+    facts.updates.check(facts.optimizer, facts.leaves)
     if facts.step.replicas == 1:
         return
     for leaf in facts.own_reduction:
@@ -198,13 +187,6 @@ def _check(facts: Overridden) -> None:
         )
     if not facts.reduces_first:
         _refuse_own_look(facts.optimizer)
-
-
-def sharded_optimizers() -> Any:
-    """`tfdp.sharding.optimizers`, which is loaded where a strategy shards."""
-    from tfdp.sharding import optimizers
-
-    return optimizers
 
 
 def _refuse_own_look(optimizer: Optimizer) -> None:
@@ -247,10 +229,8 @@ def build_before_step(optimizer: Optimizer, variables: list[Any]) -> None:
     if current_step() is None:
         build()
     else:
-        if any(map(is_stored_in_shards, variables)):
-            from tfdp.sharding.owners import refuse_late_owners
-
-            refuse_late_owners(optimizer, innermost_optimizers(optimizer), variables)
+        leaves = innermost_optimizers(optimizer)
+        updates_of(optimizer).check_build(optimizer, leaves, variables)
         call_before_step(build)
 
 
@@ -299,7 +279,7 @@ def _build_scale(optimizer: Any) -> None:
 def _check_finite(facts: Overridden, gradients: Sequence[Any]) -> tf.Tensor:
     """Keras' test on replicated gradients; otherwise replicas agree on the result."""
     optimizer = facts.optimizer
-    is_replicated = facts.reduces_first and facts.shards is None
+    is_replicated = facts.reduces_first and facts.updates.has_whole_sums
     if is_replicated or tf.distribute.in_cross_replica_context():
         return type(optimizer).check_finite(optimizer, gradients)
     if is_own(optimizer, "check_finite"):
@@ -315,7 +295,7 @@ def _reduce(
     facts: Overridden, grads_and_vars: Sequence[tuple[Any, Any]]
 ) -> list[tuple[Any, Any]]:
     """Reduces, and then clips, gradients that were not reduced before."""
-    optimizer, step, shards = facts.optimizer, facts.step, facts.shards
+    optimizer, step = facts.optimizer, facts.step
     pairs = list(grads_and_vars)
     if current_step() is None or not step.reduces_in_update:
         return pairs
@@ -323,13 +303,7 @@ def _reduce(
     variables = [pairs[i][1] for i in places]
     gradients = [pairs[i][0] for i in places]
     reduced = reduce_gradients(gradients, step, current_rank(), variables, optimizer)
-    clipped = (
-        by_keras(optimizer, CLIP)(reduced)
-        if shards is None
-        else sharded_optimizers().clip_over_shards(
-            optimizer, reduced, variables, shards
-        )
-    )
+    clipped = facts.updates.clip(optimizer, reduced, variables)
     for place, gradient in zip(places, clipped, strict=True):
         pairs[place] = (gradient, pairs[place][1])
     return pairs
@@ -338,15 +312,13 @@ def _reduce(
 @contextlib.contextmanager
 def takes_reduced(optimizer: Optimizer) -> Iterator[None]:
     """Makes `optimizer` treat its gradients as reduced already within the context."""
-    shards, found = shards_of(optimizer), current_step()
+    updates, found = updates_of(optimizer), current_step()
     with contextlib.ExitStack() as stack:
         if found is not None:
             stack.enter_context(found[0].updating())
         for leaf in innermost_optimizers(optimizer):
-            own = {}
-            if shards is not None:
-                sharded_optimizers().check_shardable(leaf)
-                own = sharded_optimizers().shard_overrides(leaf, shards)
+            updates.check(leaf, [leaf])
+            own = updates.overrides(leaf)
             stack.enter_context(instance_attributes(leaf, own | ALREADY_REDUCED))
         yield
 
@@ -413,12 +385,7 @@ def maximize_stored_values(
     ):
         if not is_overwritten(variable) or gradient is None:
             continue
-        if is_in_shards(variable):
-            raise ConfigurationError(
-                f"The variable {variable.path!r}, which Keras overwrites by its "
-                "gradient, is in shards, and no replica has the whole of it. Give the "
-                "strategy a shard_min_bytes above its size, such as the default."
-            )
+        updates_of(optimizer).check_overwritten(variable)
         flat = tf.reshape(gradient, [-1])
         new[place] = flat[:1] if variable.name.endswith(HISTORY) else flat
     if not new:
@@ -473,7 +440,7 @@ def sums_without_overrides() -> bool:
 
 def _why_not_exact(optimizer: Optimizer) -> str | None:
     """Why summing the gradients of an optimizer without overrides is not enough."""
-    if shards_of(optimizer) is not None:
+    if not updates_of(optimizer).has_whole_sums:
         return "with shard=... each replica would add another shard of its gradients"
     set_options = [name for name in CLIPPING if getattr(optimizer, name, None)]
     if set_options:

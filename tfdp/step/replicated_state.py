@@ -21,9 +21,9 @@ import tensorflow as tf
 from tfdp._private.names import MirroredVariable, SyncOnReadVariable
 from tfdp._private.optimizer_hooks import ACCUMULATOR_NAME, is_between_updates
 from tfdp.chain.compression import STATE
-from tfdp.sharding.variables import ShardedVariable
 from tfdp.step.find_optimizers import optimizers_of
 from tfdp.step.local_step import groups_across
+from tfdp.variables.in_shards import parts_on_each_host
 from tfdp.variables.mirrored import is_seed_state
 
 
@@ -63,7 +63,7 @@ def replicated_state_of(
             if id(value) in seen or id(variable) in stored:
                 continue
             seen.add(id(value))
-            yield from _rows_of(_name_of(variable, owner), value, alone, strategy)
+            yield from _rows_of(_name_of(variable, owner), value, alone)
     for optimizer in optimizers:
         state = getattr(optimizer, STATE, None)
         if state is not None:
@@ -78,17 +78,11 @@ def _name_of(variable: keras.Variable, owner: Any) -> str:
     return path if is_model or owner.name in path else f"{owner.name}/{path}"
 
 
-def _rows_of(
-    name: str, value: Any, alone: list[int], strategy: Any
-) -> Iterator[ReplicatedState]:
-    if isinstance(value, ShardedVariable):
-        is_accumulator = ACCUMULATOR_NAME in name
-        if getattr(strategy, "shard_group", "all") == "host" and not is_accumulator:
-            shards = strategy.extended.shards
-            ranks = range(len(alone))
-            copies = tuple(value.shard(rank) for rank in ranks)
-            parts = tuple(shards.part_of(rank) for rank in ranks)
-            yield ReplicatedState(f"{name} (shards)", copies, parts)
+def _rows_of(name: str, value: Any, alone: list[int]) -> Iterator[ReplicatedState]:
+    parts = parts_on_each_host(value)
+    if parts is not None:
+        if parts and ACCUMULATOR_NAME not in name:
+            yield ReplicatedState(f"{name} (shards)", tuple(value.values), parts)
         return
     if not isinstance(value, MirroredVariable) or _is_own(name, value):
         return

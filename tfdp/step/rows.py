@@ -37,6 +37,7 @@ from tfdp._private.keras_models import (
 from tfdp._private.names import current_rank
 from tfdp._private.optimizer_hooks import variables_built_with
 from tfdp.errors import ConfigurationError
+from tfdp.exchange.sparse import map_values
 from tfdp.lint.registry import register_exchanged
 from tfdp.seams.replace import Override, around, instance_attributes
 from tfdp.tracing.keras_steps import (
@@ -102,13 +103,9 @@ def _apply(
         is_of_others = linear_sources(step, rank, [gradient], stored)
         if is_of_others or is_of_all_replicas(step, rank, gradient):
             continue
-        if has_same_rows(gradient, step, rank):  # added place by place
-            values = step.own_gradient(rank, gradient.values)
-            own[place] = tf.IndexedSlices(
-                values, gradient.indices, gradient.dense_shape
-            )
-        else:
-            own[place] = step.own_gradient(rank, gradient)
+        part = functools.partial(step.own_gradient, rank)
+        is_added_by_place = has_same_rows(gradient, step, rank)
+        own[place] = map_values(part, gradient) if is_added_by_place else part(gradient)
     with step.summing_own_parts(rank):
         return apply(own, trainable_variables)
 

@@ -29,7 +29,7 @@ from tfdp.exchange.over_collectives import (
 from tfdp.hosts.choose_link import make_link
 from tfdp.hosts.host_link import HostLink
 from tfdp.plan.communication import Communication
-from tfdp.plan.shards import Sharding
+from tfdp.plan.options import Given, why_not
 
 MOST_REASON_BYTES = 1000
 # For the names of a worker's GPUs, about 40 bytes each.
@@ -51,10 +51,10 @@ class HostConnection:
 
 
 def connect_hosts(
-    cluster: Cluster, communication: Communication, sharding: Sharding
+    cluster: Cluster, communication: Communication, given: Given
 ) -> HostConnection:
     """Connects the hosts; call it before TensorFlow starts."""
-    over_all = bool(sharding.stage) and sharding.group == "all"
+    why = why_not(given.replace(**{"Communication.engine": "tensorflow"}))
     by_name = communication.engine == "tensorflow"
     # NCCL has no checksum.
     may_use_nccl = communication.engine == "auto" and not communication.checksum
@@ -62,7 +62,7 @@ def connect_hosts(
     try:
         if not by_name:
             is_open = may_use_nccl and group.link.name == "sockets"
-            return _choose(group, over_all) if is_open else HostConnection(group)
+            return _choose(group, why) if is_open else HostConnection(group)
         rendezvous_by_collectives(group.link)
         return HostConnection(group, by_collectives=True)
     except BaseException:
@@ -70,9 +70,9 @@ def connect_hosts(
         raise
 
 
-def _choose(group: HostGroup, over_all: bool) -> HostConnection:
+def _choose(group: HostGroup, why: str) -> HostConnection:
     """Collectives if all hosts can; all hosts exchange in the same order."""
-    reasons = _reasons(group.link, _why_not_here(over_all), "whether NCCL can start")
+    reasons = _reasons(group.link, _why_not_here(why), "whether NCCL can start")
     if len(reasons) == group.link.workers and set(reasons.values()) == {NO_GPU}:
         return HostConnection(group)  # needs no note
     if not reasons:
@@ -82,14 +82,14 @@ def _choose(group: HostGroup, over_all: bool) -> HostConnection:
     return HostConnection(group, not reasons, _fallen_back(reasons))
 
 
-def _why_not_here(over_all: bool) -> str:
-    """Why this host cannot use NCCL; "": it can."""
+def _why_not_here(why: str) -> str:
+    """Why this host cannot use NCCL; "": it can. `why`: by the options."""
     if not local_gpus():
         return NO_GPU
     if gpus_are_split():
         return "its logical GPUs share a GPU, which NCCL does not allow"
-    if over_all:
-        return "shards over all hosts use the link"
+    if why:
+        return why
     if has_started():
         return "TensorFlow was in use before the strategy was made"
     return ""

@@ -89,9 +89,9 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
         if not alone:
             refuse_among_workers()
         communication = checked_communication(communication)
-        self._sharding = sharding_of(shard, min_bytes=shard_min_bytes, offload=offload)
+        sharding = sharding_of(shard, min_bytes=shard_min_bytes, offload=offload)
         others = {"draws_per_replica": draws_per_replica, "pad_batches": pad_batches}
-        self.given = Given(ONE, 1, options_of(communication, self._sharding, **others))
+        self.given = Given(ONE, 1, options_of(communication, sharding, **others))
         refuse_options(self.given)
         self.pad_batches = pad_batches or False
         self._extend(find_devices(devices), communication)
@@ -112,15 +112,8 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
         cross_device_ops: HierarchicalAllReduce,
     ) -> DataParallelExtended:
         outside = cross_device_ops.reducer(devices)
-        self._reducer = self.reducer_within(outside, communication)
-        return DataParallelExtended(
-            self,
-            devices,
-            self._reducer,
-            cross_device_ops,
-            draws_per_replica=bool(self.given["draws_per_replica"]),
-            sharding=self._sharding,
-        )
+        reducer = self.reducer_within(outside, communication)
+        return DataParallelExtended(self, devices, reducer, cross_device_ops)
 
     def reducer_within(self, outside: Reducer, communication: Communication) -> Reducer:
         """The reducer within replicas, given the one that reduces outside them."""
@@ -134,34 +127,16 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
 
     @property
     def communication(self) -> Communication:
-        return self._reducer.communication
+        return self.extended.reducer.communication
 
     @property
     def topology(self) -> Topology:
         """The levels over which gradients are reduced."""
-        return self._reducer.transport.topology
-
-    @property
-    def engine_name(self) -> str:
-        """The engine that moves tensors: "in_process" or "tensorflow"."""
-        return self._reducer.transport.name
-
-    @property
-    def _engine_in_words(self) -> str:
-        return self._reducer.transport.in_words
+        return self.extended.reducer.transport.topology
 
     def plan(self, gradients: Sequence[tf.Tensor]) -> tuple[Bucket, ...]:
         """The buckets for `gradients`, in the order of their exchanges."""
-        return self._reducer.plan(gradients)
-
-    @property
-    def shard_min_bytes(self) -> int:
-        return self._sharding.min_bytes
-
-    @property
-    def offload(self) -> str:
-        """The state that the host keeps for the devices: "none" or "optimizer"."""
-        return self._sharding.offload
+        return self.extended.reducer.plan(gradients)
 
 
 def refuse_among_workers() -> None:

@@ -16,8 +16,8 @@ from tfdp._private import frames, keras_calls
 from tfdp._private.keras_loops import watch_loop
 from tfdp._private.keras_models import initial_epoch, set_initial_epoch
 from tfdp.cluster import Cluster
-from tfdp.data.grain import is_own_shard
-from tfdp.data.hosts import agree_on_seed, rows_of_place, seed_to_share
+from tfdp.data.grain import own_rows
+from tfdp.data.hosts import agree_on_seed, seed_to_share
 from tfdp.errors import ConfigurationError
 from tfdp.hosts.choose_link import warn_without_key
 from tfdp.hosts.connect import job_secret
@@ -66,9 +66,8 @@ def own_share(dataset: Any, cluster: Cluster, hosts: ElasticHosts) -> Any:
     if fit is None or not isinstance(dataset, tf.data.Dataset):
         return dataset
     _FitAmongHosts(fit, hosts)
-    if is_own_shard(keras_calls.adapter_of_caller(), cluster.rank, cluster.workers):
-        return dataset
-    return rows_of_place(dataset, cluster.rank, cluster.workers)
+    adapter = keras_calls.adapter_of_caller()
+    return own_rows(dataset, adapter, cluster.rank, cluster.workers)
 
 
 class _FitAmongHosts:

@@ -19,9 +19,9 @@ def describe_strategy(
     *,
     hosts: int = 1,
     engine: str,
-    shard: str = "none",
+    options: Sequence[str] = (),
 ) -> str:
-    """One line: the replicas, their devices on this host, the engine and the shards.
+    """One line: the replicas, their devices on this host, the engine and `options`.
 
     >>> describe_strategy("A", ["/device:GPU:0", "/device:GPU:1"], engine="tensorflow")
     'A(2 replicas: GPU:0, GPU:1; engine tensorflow)'
@@ -31,9 +31,7 @@ def describe_strategy(
     replicas = hosts * len(devices)
     count = "1 replica" if replicas == 1 else f"{replicas} replicas"
     where = f" on {hosts} hosts, here " if hosts > 1 else ": "
-    parts = [f"{count}{where}{_named(devices)}", f"engine {engine}"]
-    if shard != "none":
-        parts.append(f"shard {shard}")
+    parts = [f"{count}{where}{_named(devices)}", f"engine {engine}", *options]
     return f"{kind}({'; '.join(parts)})"
 
 

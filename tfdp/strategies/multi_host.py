@@ -121,13 +121,13 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         check_versions()
         found = self.cluster = _found_cluster(cluster)
         self.is_helper = not _joins(found)
-        self._sharding = sharding_of(
+        sharding = sharding_of(
             shard, group=shard_group, min_bytes=shard_min_bytes, offload=offload
         )
         communication = checked_communication(communication)
         others = {"devices_per_host": devices_per_host, "balance": balance}
         others["draws_per_replica"] = draws_per_replica
-        options = options_of(communication, self._sharding, **others)
+        options = options_of(communication, sharding, **others)
         self.given = Given(HOSTS, found.workers, options)
         refuse_options(self.given)
         self.balance = balance
@@ -170,9 +170,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         if self.cluster.source == "tfdp":
             progress.note_strategy()  # waits for all others from now on
         if communication.min_hosts is None:
-            self._connection = connect_hosts(
-                self.cluster, communication, self._sharding
-            )
+            self._connection = connect_hosts(self.cluster, communication, self.given)
             self._group = self._connection.group
         devices = self._find_devices()
         settings = settings_of(self.given, len(devices))
@@ -208,14 +206,11 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         group = self._group
         levels = self._make_levels(group.link, devices, communication)
         group.use(levels)
-        self._reducer = Reducer(levels, communication)
         return MultiHostExtended(
             self,
             devices,
-            self._reducer,
+            Reducer(levels, communication),
             cross_device_ops,
-            draws_per_replica=bool(self.given["draws_per_replica"]),
-            sharding=self._sharding,
             first_rank=self.cluster.rank * len(devices),
             first_host_value=self.from_chief,
             group=group,
@@ -251,15 +246,9 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         return self._connection.notes
 
     @property
-    def shard_group(self) -> str:
-        """Which replicas share the shards: "all", or those of each "host"."""
-        return self._sharding.group
-
-    @property
     def shards_over_hosts(self) -> bool:
         """Whether the hosts share the model's shards, so that no host has all."""
-        is_sharded = bool(self._sharding.stage) and self._group is not None
-        return is_sharded and self.shard_group == "all"
+        return self.given.has_shards_of_all and self._group is not None
 
     @property
     def _replicas(self) -> int:

@@ -102,11 +102,10 @@ class MultiHostExtended(DataParallelExtended):
 
     def _copied(self, value: Any) -> Any:
         """`value` (a tensor, an array or slices) on every device of this host."""
-        copy = _copy_of_rows if isinstance(value, tf.IndexedSlices) else tf.identity
         copies = []
         for device in self.worker_devices:
             with tf.device(device):
-                copies.append(copy(value))
+                copies.append(tf.identity(value))
         return regroup_mirrored(copies)
 
     def _start_in_a_trace(self, kwargs: dict[str, Any]) -> Callable[[], tf.Tensor]:
@@ -117,7 +116,7 @@ class MultiHostExtended(DataParallelExtended):
             first = self._first_host_value(mine.numpy(), label)
         return lambda: tf.constant(first)
 
-    def _common_start(self, value: tf.Tensor, kwargs: dict[str, Any]) -> tf.Tensor:
+    def common_start(self, value: tf.Tensor, kwargs: dict[str, Any]) -> tf.Tensor:
         if not tf.executing_eagerly():
             return value  # common already, by `_start_in_a_trace`
         label = f"variable {kwargs.get('name')}"
@@ -134,9 +133,3 @@ class MultiHostExtended(DataParallelExtended):
             for component in variable.values:
                 component.assign(first)
         return variable
-
-
-def _copy_of_rows(rows: tf.IndexedSlices) -> tf.IndexedSlices:
-    return tf.IndexedSlices(
-        tf.identity(rows.values), tf.identity(rows.indices), rows.dense_shape
-    )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
 
 from tfdp._private.names import (
+    MirroredVariable,
     current_rank,
     in_compiled_function,
     is_one_device,
@@ -19,10 +20,12 @@ from tfdp._private.optimizer_hooks import ACCUMULATOR_NAME
 from tfdp.data.owned_input import LastingInput
 from tfdp.errors import CollectiveError, ScopeError
 from tfdp.exchange.reducer import Reducer
+from tfdp.plan.shards import sharding_in
+from tfdp.step.local_step import refuse_in_local_step
 from tfdp.step.optimizers import sums_without_overrides
 from tfdp.strategies.scope import MadeInScope, check_component, check_not_keras_2
 from tfdp.tracing.step import Step
-from tfdp.variables.in_shards import InShards
+from tfdp.variables.in_shards import InShards, PlainUpdates
 from tfdp.variables.mirrored import is_seed_state
 
 if TYPE_CHECKING:
@@ -36,18 +39,37 @@ class ReplicaExtended(LastingInput):
     #: Exchanges tensors between replicas, in replica context.
     reducer: Reducer
     #: None: nothing is sharded.
-    shards: ShardUpdates | None
+    shards: ShardUpdates | None = None
+    shards_class: type[ShardUpdates] | None = None
+    #: How optimizers update the variables.
+    updates = PlainUpdates()
     current_step: Step
     made_optimizers: MadeInScope[keras.optimizers.Optimizer]
     made_metrics: MadeInScope[keras.metrics.Metric]
     #: Of other variables, of gradient accumulators, of random generators' states.
     replica_classes: tuple[type, type, type]
+    #: TensorFlow's class of the variables that become these.
+    stock_class: Any = MirroredVariable
+    #: The device that draws initial values.
+    start_device: str
     #: Whether random layers draw independently on every replica.
     _draws_per_replica: bool
     #: The rank of this process's first replica among those that step together.
     first_rank = 0
     #: The index of the first replica's random draws among all replicas'.
     first_draw = 0
+
+    def take_options(self, strategy: Any, devices: Sequence[str]) -> None:
+        """Acts by the options that `strategy` is given; call it with a reducer."""
+        self._draws_per_replica = bool(strategy.given["draws_per_replica"])
+        sharding = sharding_in(strategy.given)
+        if sharding.is_needed(self.reducer.transport.shard_parts):
+            from tfdp.sharding.optimizers import ShardedUpdates
+            from tfdp.sharding.updates import ShardUpdates
+
+            shards_class = self.shards_class or ShardUpdates
+            self.shards = shards_class(strategy, devices, self.reducer, sharding)
+            self.updates = ShardedUpdates(self.shards)
 
     def update(
         self,
@@ -123,7 +145,35 @@ class ReplicaExtended(LastingInput):
         with self.reducer.transport.run():
             yield
 
-    def reduced(self, reduce_op: Any, value: Any) -> Any:
+    def _use_merge_call(self) -> bool:
+        return False
+
+    def _replica_ctx_all_reduce(
+        self, reduce_op: Any, value: Any, options: Any = None
+    ) -> Any:
+        value = self._real_input(reduce_op, value)
+        refuse_in_local_step(self.current_step)
+        return self._reduced(reduce_op, value)
+
+    def _real_input(self, reduce_op: Any, value: Any) -> Any:
+        """A replica's input to a user's reduction, without dummy rows."""
+        step, rank = self.current_step, current_rank()
+        shards: Any = None
+        if self.shards is not None:
+            from tfdp.chain import shards
+
+            shards.refuse_sum_of_shards(step, rank, value)
+        if reduce_op != tf.distribute.ReduceOp.SUM:
+            return value
+
+        def part_to_sum(part: Any) -> Any:
+            if shards is not None and shards.depends_on_shards(step, rank, part):
+                return part  # it has no dummy rows
+            return step.parts_to_sum(rank, part)
+
+        return tf.nest.map_structure(part_to_sum, value)
+
+    def _reduced(self, reduce_op: Any, value: Any) -> Any:
         """A user's sum or mean in a graph, outside of overridden optimizers."""
         flat, rank = tf.nest.flatten(value), current_rank()
         mean = reduce_op == tf.distribute.ReduceOp.MEAN
@@ -133,31 +183,66 @@ class ReplicaExtended(LastingInput):
             results = self.reducer.all_reduce(flat, rank, mean=mean)
         return tf.nest.pack_sequence_as(value, results)
 
-    def draw_start(self, kwargs: dict[str, Any], device: str) -> tf.Tensor:
+    def draw_start(self, kwargs: dict[str, Any]) -> tf.Tensor:
         """The initial value of a variable about to be created, drawn once."""
         initial = kwargs["initial_value"]
-        with tf.device(device), stop_recording():
+        with tf.device(self.start_device), stop_recording():
             value = tf.convert_to_tensor(
                 initial() if callable(initial) else initial, dtype=kwargs.get("dtype")
             )
         kwargs["initial_value"] = value
         return value
 
-    def made_for_replicas(
-        self, variable: Any, shard_class: type | None, kwargs: dict[str, Any]
-    ) -> Any:
-        """TensorFlow's `variable`, created with `kwargs`, as a class of tfdp's."""
-        plain, own_sums, seed = self.replica_classes
-        # From stage 2 on, gradients of every batch are reduced before they accumulate.
-        reduces_first = self.shards is not None and self.shards.stage > 1
-        is_accumulator = ACCUMULATOR_NAME in (kwargs.get("name") or "")
-        if kwargs.get("colocate_with") is None or not is_accumulator or reduces_first:
-            own_sums = plain
-        own_draws = self._draws_per_replica and is_seed_state(variable)
-        variable_class = shard_class or (seed if own_draws else own_sums)
+    def common_start(self, value: tf.Tensor, kwargs: dict[str, Any]) -> tf.Tensor:
+        """The initial value, on all hosts, of a variable stored in shards."""
+        return value
+
+    def _create_variable(self, next_creator: Callable, **kwargs: Any) -> Any:
+        self.note_maker()
+        shards = self.shards
+        shard_class: Any = None
+        if shards is not None and kwargs.get("initial_value") is not None:
+            value = self.draw_start(kwargs)
+            shard_class = shards.class_of(kwargs, value)
+            if shard_class is not None and shard_class.is_stored_in_shards:
+                value = self.common_start(value, kwargs)
+                return shards.make(shard_class, next_creator, kwargs, value)
+        variable: Any = super()._create_variable(next_creator, **kwargs)  # type: ignore[misc]
+        if type(variable) is not self.stock_class:
+            return variable
+        variable_class = shard_class or self._class_for(variable, kwargs)
         return variable_class(
             variable.distribute_strategy, variable.values, variable.aggregation
         )
+
+    def _class_for(self, variable: Any, kwargs: dict[str, Any]) -> Any:
+        """The class of tfdp's for TensorFlow's `variable`, created with `kwargs`."""
+        plain, own_sums, seed = self.replica_classes
+        if self._draws_per_replica and is_seed_state(variable):
+            return seed
+        is_accumulator = ACCUMULATOR_NAME in (kwargs.get("name") or "")
+        is_of_weight = kwargs.get("colocate_with") is not None
+        if is_accumulator and is_of_weight and not self.updates.sums_every_batch:
+            return own_sums
+        return plain
+
+    def _replica_ctx_update(
+        self,
+        var: Any,
+        fn: Callable,
+        args: Any = (),
+        kwargs: Any = None,
+        group: bool = True,
+    ) -> Any:
+        if isinstance(var, InShards):
+            return self.shards_in_use().update(var, fn, args, kwargs)
+        return self.update_copy(var, fn, args, kwargs, group)
+
+    def update_copy(
+        self, var: Any, fn: Callable, args: Any, kwargs: Any, group: Any
+    ) -> Any:
+        """Updates the calling replica's copy of a variable that is not in shards."""
+        return super()._replica_ctx_update(var, fn, args, kwargs, group)  # type: ignore[misc]
 
     def _update(
         self, var: Any, fn: Callable, args: Any, kwargs: Any, group: Any

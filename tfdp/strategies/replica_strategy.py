@@ -37,8 +37,7 @@ from tfdp.errors import (
     LocalMeanWarning,
     LocalStateWarning,
 )
-from tfdp.plan.options import TPU, Given
-from tfdp.plan.shards import Sharding
+from tfdp.plan.options import TPU, WithOptions
 from tfdp.step import build, distillation  # noqa: F401 (replace methods of Keras)
 from tfdp.step.find_optimizers import optimizers_of
 from tfdp.step.observers import forget_failed_fit
@@ -60,7 +59,7 @@ if TYPE_CHECKING:
     from tfdp.step.losses import ReplicaLosses
 
 
-class ReplicaContextStrategy(tf.distribute.Strategy):
+class ReplicaContextStrategy(WithOptions, tf.distribute.Strategy):
     """Mixin, before TensorFlow's strategy, for replicas that reduce by themselves."""
 
     #: Whether the strategy itself compiles all of the replicas' steps.
@@ -69,11 +68,8 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
     pad_batches: bool | int = False
     #: The workers of this training, and which of them this process is.
     cluster = Cluster(workers=1, rank=0, coordinator=None)
-    #: The options of this strategy.
-    given: Given
     #: Options without effect that were left out, and why; None: they are refused.
     idle_options: dict[str, str] | None = None
-    _sharding = Sharding()
 
     def __reduce__(self) -> Any:
         """Refuses `pickle`, also of cloudpickle, Ray and multiprocessing."""
@@ -93,8 +89,8 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
             type(self).__name__,
             devices,
             hosts=self.hosts,
-            engine=self._engine_in_words,
-            shard=self.shard,
+            engine=self.extended.reducer.transport.in_words,
+            options=self.given.in_words(),
         )
 
     @property
@@ -103,8 +99,9 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
         return 1
 
     @property
-    def _engine_in_words(self) -> str:
-        raise NotImplementedError
+    def engine_name(self) -> str:
+        """The engine that moves tensors, such as "in_process" or "tensorflow"."""
+        return str(self.extended.reducer.transport.name)
 
     @property
     def _notes(self) -> tuple[str, ...]:
@@ -134,11 +131,6 @@ class ReplicaContextStrategy(tf.distribute.Strategy):
     def gather_bytes(self, blob: bytes, label: str) -> list[bytes]:
         """Every host's `blob`, by rank, outside of graphs; all must call it."""
         return [blob]
-
-    @property
-    def shard(self) -> str:
-        """The sharded state: "none", "optimizer", "gradients" or "parameters"."""
-        return str(self._sharding.what)
 
     @functools.cached_property
     def _jit_models(self) -> weakref.WeakSet[Any]:

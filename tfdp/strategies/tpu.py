@@ -18,9 +18,7 @@ from tfdp.exchange.tpu import CrossReplica
 from tfdp.plan.communication import Communication, checked_communication
 from tfdp.plan.options import TPU, Given, options_of, refuse_options
 from tfdp.plan.shards import Sharding, sharding_of
-from tfdp.sharding.tpu_variables import tpu_shard_class
-from tfdp.sharding.updates import ShardUpdates
-from tfdp.sharding.variables import ShardedVariable
+from tfdp.sharding.tpu_variables import TPUShardUpdates
 from tfdp.strategies.keras_backend import check_keras_backend
 from tfdp.strategies.replica_extended import ReplicaExtended
 from tfdp.strategies.replica_strategy import ReplicaContextStrategy
@@ -28,7 +26,6 @@ from tfdp.strategies.startup_checks import check_versions
 from tfdp.strategies.unused import note_made
 from tfdp.tracing.step import Step
 from tfdp.variables.global_seed import with_global_seed
-from tfdp.variables.in_shards import InShards
 from tfdp.variables.tpu import TPUOwnSumVariable, TPUReplicaVariable, TPUSeedVariable
 
 
@@ -85,39 +82,24 @@ class TPUDataParallelStrategy(ReplicaContextStrategy, tf.distribute.TPUStrategy)
         check_keras_backend()
         check_versions()
         communication = checked_communication(communication)
-        self._sharding = sharding_of(shard, min_bytes=shard_min_bytes)
+        sharding = sharding_of(shard, min_bytes=shard_min_bytes)
         others = {
             "draws_per_replica": draws_per_replica,
             "pad_batches": pad_batches,
             "wire_dtype": wire_dtype,
         }
-        self.given = Given(TPU, 1, options_of(communication, self._sharding, **others))
+        self.given = Given(TPU, 1, options_of(communication, sharding, **others))
         refuse_options(self.given)
         self.pad_batches = True if pad_batches is None else pad_batches
-        extended = self._make_extended(tpu, bool(draws_per_replica), wire_dtype)
+        extended = self._make_extended(tpu)
         # TPUStrategy's own constructor would make a stock extended.
         tf.distribute.Strategy.__init__(self, extended)
         note_made(self, self.is_chief)
 
-    def _make_extended(
-        self, tpu: Any, draws_per_replica: bool, wire_dtype: str | None
-    ) -> TPUDataParallelExtended:
-        return TPUDataParallelExtended(
-            self,
-            connect(tpu),
-            functools.partial(CrossReplica, wire_dtype=wire_dtype),
-            draws_per_replica=draws_per_replica,
-            sharding=self._sharding,
-        )
-
-    @property
-    def engine_name(self) -> str:
-        """The op that adds gradients: "cross_replica_sum"."""
-        return "cross_replica_sum"
-
-    @property
-    def _engine_in_words(self) -> str:
-        return self.engine_name
+    def _make_extended(self, tpu: Any) -> TPUDataParallelExtended:
+        wire_dtype = self.given["wire_dtype"]
+        make_transport = functools.partial(CrossReplica, wire_dtype=wire_dtype)
+        return TPUDataParallelExtended(self, connect(tpu), make_transport)
 
     def _run_as_one_device(self, step: Callable, args: Any, kwargs: Any) -> Any:
         from tfdp.step.as_one_device import refusal
@@ -133,6 +115,9 @@ class TPUDataParallelExtended(ReplicaExtended, TPUExtended):
     """
 
     replica_classes = TPUReplicaVariable, TPUOwnSumVariable, TPUSeedVariable
+    stock_class = TPUMirroredVariable
+    shards_class = TPUShardUpdates
+    start_device = "CPU:0"
 
     def __init__(
         self,
@@ -140,26 +125,17 @@ class TPUDataParallelExtended(ReplicaExtended, TPUExtended):
         resolver: Any,
         make_transport: Callable[[int], CrossReplica],
         *,
-        draws_per_replica: bool = True,
-        sharding: Sharding | None = None,
         device_assignment: Any = None,
     ):
-        self._draws_per_replica = draws_per_replica
         #: Whether an update of one variable is being built: its assignments are final.
         self.is_updating_own_copy = False
         self.remember_made()
-        self.shards: ShardUpdates | None = None
         super().__init__(strategy, resolver, device_assignment=device_assignment)
         # Our variable classes define how a variable behaves, instead of policies.
         self._use_var_policy = False
         self.current_step = Step(self._num_replicas_in_sync)
         self.reducer = Reducer(make_transport(self._num_replicas_in_sync))
-        if sharding is not None and sharding.is_needed(
-            self.reducer.transport.shard_parts
-        ):
-            self.shards = ShardUpdates(
-                strategy, self.worker_devices, self.reducer, sharding
-            )
+        self.take_options(strategy, self.worker_devices)
         pack_variables(strategy)
 
     def update_own_copy(self, variable: Any, fn: Callable, value: Any) -> None:
@@ -174,17 +150,9 @@ class TPUDataParallelExtended(ReplicaExtended, TPUExtended):
         finally:
             self.is_updating_own_copy = before
 
-    def _use_merge_call(self) -> bool:
-        return False
-
     def tpu_run(self, fn: Callable, args: Any, kwargs: Any, options: Any = None) -> Any:
         with self.building_replicas():
             return super().tpu_run(with_global_seed(fn), args, kwargs, options)
-
-    def _replica_ctx_all_reduce(
-        self, reduce_op: Any, value: Any, options: Any = None
-    ) -> Any:
-        return self.reduced(reduce_op, value)
 
     def _replica_ctx_update(
         self,
@@ -195,26 +163,13 @@ class TPUDataParallelExtended(ReplicaExtended, TPUExtended):
         group: bool = True,
     ) -> Any:
         with self._updating_own_copy():
-            if isinstance(var, InShards):
-                result = self.shards_in_use().update(var, fn, args, kwargs)
-            else:
-                result = fn(var, *args, **(kwargs or {}))
-        return result if group else (result,)
+            return super()._replica_ctx_update(var, fn, args, kwargs, group)
 
-    def _create_variable(self, next_creator: Callable, **kwargs: Any) -> Any:
-        self.note_maker()
-        shards, shard_class = self.shards, None
-        if shards is not None and kwargs.get("initial_value") is not None:
-            value = self.draw_start(kwargs, "CPU:0")
-            shard_class = shards.class_of(kwargs, value)
-            if shard_class is not None:
-                shard_class = tpu_shard_class(shard_class)
-            if shard_class is not None and issubclass(shard_class, ShardedVariable):
-                return shards.make(shard_class, next_creator, kwargs, value)
-        variable = super()._create_variable(next_creator, **kwargs)
-        if type(variable) is not TPUMirroredVariable:
-            return variable
-        return self.made_for_replicas(variable, shard_class, kwargs)
+    def update_copy(
+        self, var: Any, fn: Callable, args: Any, kwargs: Any, group: Any
+    ) -> Any:
+        result = fn(var, *args, **(kwargs or {}))
+        return result if group else (result,)
 
 
 PACKAGES = ("tensorflow-tpu", "tensorflow", "tensorflow-cpu", "libtpu", "keras")

@@ -475,6 +475,14 @@ def real_counts(signed: Any) -> list[tf.Tensor]:
     return [tf.reduce_sum(tf.cast(part > 0, tf.int32)) for part in parts]
 
 
+def of_real_rows(arguments: Any) -> Any:
+    """The arguments of a step, with the real rows of a padded batch only."""
+    padded, plain = find_padded(arguments), without_padding(arguments)
+    if padded is None or not tf.nest.flatten(padded.rows):
+        return plain
+    return trim_rows(plain, padded.rows)
+
+
 def trim_rows(outputs: Any, signed: Any) -> Any:
     """The replicas' `outputs` without padding rows, in cross-replica context; `signed`:
     the rows of the `PaddedBatch` that they were computed from."""

@@ -1,12 +1,18 @@
-"""Which variables are in shards; `tfdp.sharding` is loaded where there are some."""
+"""Which variables are in shards, and what optimizers do differently with these.
+
+`tfdp.sharding` is loaded where there are some.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
+from tfdp._private.optimizer_hooks import CLIP, by_keras, strategy_of
 from tfdp.errors import ConfigurationError
 from tfdp.plan.shards import OwnedLayout, ShardLayout
 
@@ -60,3 +66,58 @@ def is_shard_of_sum(variable: Any, rank: Any, gradient: Any) -> bool:
             'a tape compute it; or train with shard="gradients".'
         )
     return bool(gradient.shape == own)
+
+
+def held_by_host(variable: Any) -> tuple[Callable, tuple[int, ...]] | None:
+    """A reader of what this host holds of a variable that is stored in shards, and the
+    number of elements that each host holds; None: every replica has the whole."""
+    if not is_stored_in_shards(variable):
+        return None
+    extended = variable.distribute_strategy.extended
+    hosts = variable.layout.of_hosts(len(extended.worker_devices))
+    lengths = tuple(map(hosts.length, range(hosts.parts)))
+    return lambda: np.asarray(extended.shards.own_range(variable)), lengths
+
+
+def parts_on_each_host(variable: Any) -> tuple[int, ...] | None:
+    """The parts that each copy of this process is, and of every other host; empty if
+    hosts have different ones; None: the copies are whole."""
+    if not is_stored_in_shards(variable):
+        return None
+    strategy = variable.distribute_strategy
+    ranks = range(len(variable.values) if strategy.shard_group == "host" else 0)
+    return tuple(map(strategy.extended.shards.part_of, ranks))
+
+
+class PlainUpdates:
+    """How optimizers update without shards: all replicas have whole sums.
+
+    `ShardedUpdates` of `tfdp/sharding/optimizers.py` is how they do with shards.
+    """
+
+    #: Whether gradients are summed in every batch, before they are accumulated.
+    sums_every_batch = False
+    #: Whether all replicas get the whole sums, so that their tests of these agree.
+    has_whole_sums = True
+
+    def overrides(self, optimizer: Any) -> dict[str, Any]:
+        """The methods of `optimizer` that are replaced in a step, by name."""
+        return {}
+
+    def check(self, optimizer: Any, leaves: Sequence[Any]) -> None:
+        """Refuses an optimizer, of innermost ones `leaves`, that cannot update so."""
+
+    def check_build(self, optimizer: Any, leaves: Any, variables: Any) -> None:
+        """Refuses `variables` for which a build within the step is too late."""
+
+    def check_overwritten(self, variable: Any) -> None:
+        """Refuses a variable that no replica can overwrite with its whole gradient."""
+
+    def clip(self, optimizer: Any, gradients: Sequence[Any], variables: Any) -> Any:
+        """Keras' clipping of `gradients`."""
+        return by_keras(optimizer, CLIP)(gradients)
+
+
+def updates_of(optimizer: Any) -> PlainUpdates:
+    """How `optimizer` updates, by the strategy of the scope in which it was created."""
+    return getattr(strategy_of(optimizer).extended, "updates", PlainUpdates())

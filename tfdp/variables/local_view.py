@@ -7,7 +7,7 @@ callbacks read them. Only a training step reads and assigns the local values ins
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import tensorflow as tf
@@ -105,6 +105,14 @@ class LocalView(MirroredVariable):
     def _notify(self, rank: int | None = None) -> None:
         for note_change in self._listeners:
             note_change(rank)
+
+
+def copies_of(value: Any) -> tuple[Sequence[tf.Variable], Sequence[tf.Variable]]:
+    """The stored and the local variables of this process in a distributed variable."""
+    # By class: TensorFlow would search a metric's sum over all hosts, some maybe in a
+    # step, for an attribute that the variable lacks.
+    local = value._local if isinstance(value, LocalView) else None
+    return getattr(value, "values", ()), local or ()
 
 
 def keep_all_copies(variable: LocalView) -> None:

@@ -15,7 +15,7 @@ from tfdp.errors import ConfigurationError
 from tfdp.plan.buckets import Bucket
 from tfdp.plan.communication import MIB, Communication
 from tfdp.plan.compression import Compression
-from tfdp.plan.options import SHARD_STAGES, Given, can_act
+from tfdp.plan.options import SHARD_STAGES, Given, why_not
 from tfdp.plan.topology import Topology
 from tfdp.tools.simulator.model import ModelProfile
 
@@ -247,7 +247,7 @@ class Space:
         if (setting.lossy_argument or ("",))[0] == "compression":
             # Whichever method it is.
             values["Communication.compression"] = Compression()
-        return can_act(Given(hosts=self.place.processes, values=values))
+        return not why_not(Given(hosts=self.place.processes, values=values))
 
     def _key(self, setting: Setting) -> Any:
         plain = dataclasses.replace(
