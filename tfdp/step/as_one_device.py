@@ -7,20 +7,22 @@ is exchanged, and a debugger stops once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfdp._private.names import PerReplica, as_one_device
-from tfdp._private.optimizer_hooks import momentum_compression_of
+from tfdp._private.optimizer_hooks import momentum_compression_of, variables_built_with
 from tfdp.data.keras_input import with_none
 from tfdp.errors import ConfigurationError
+from tfdp.seams.replace import Override, around, overridden
 from tfdp.step.find_optimizers import optimizers_of, optimizers_with_sync
 from tfdp.step.observers import StepMeter, observers_of
 from tfdp.tracing.keras_steps import name_of_step
 from tfdp.tracing.rows import of_real_rows
+from tfdp.variables.in_shards import is_in_shards
 
 
 def runs_as_one_device(model: keras.Model) -> bool:
@@ -45,19 +47,44 @@ def run_as_one_device(
     if name_of_step(fn) == "train_step":
         for meter in observers_of(model, StepMeter):
             meter.note(_rows_of((args, kwargs)), ())
-    with as_one_device(strategy):
+    with as_one_device(strategy), overridden(_sums_of_rows(strategy, model)):
         return fn(*args, **kwargs)
+
+
+def _sums_of_rows(strategy: Any, model: Any) -> Iterator[Override]:
+    """Overrides that add the rows of a word that occurs twice before an update, where
+    the sum over replicas does: behind shards, and if the strategy says so."""
+    of_all = strategy.given.has("Communication.repeated_rows")
+    if not of_all and strategy.extended.shards is None:
+        return
+    made = strategy.extended.made_optimizers
+    for optimizer in made.together_with(optimizers_of(model)):
+        yield Override(optimizer, "apply", around(_apply_sums, optimizer, of_all))
+
+
+def _apply_sums(
+    apply: Callable[..., Any],
+    optimizer: Any,
+    of_all: bool,
+    gradients: Iterable[Any],
+    trainable_variables: Any = None,
+) -> Any:
+    own = list(gradients)
+    targets = trainable_variables and list(trainable_variables)
+    built_with = targets or variables_built_with(optimizer) or [None] * len(own)
+    for place, (gradient, variable) in enumerate(zip(own, built_with, strict=True)):
+        if gradient is not None and (of_all or is_in_shards(variable)):
+            own[place] = tf.convert_to_tensor(gradient)
+    return apply(own, targets)
 
 
 def _refuse_what_needs_replicas(
     strategy: tf.distribute.Strategy, optimizers: Sequence[Any]
 ) -> None:
-    given, reducer = strategy.given, strategy.extended.reducer
     options = {
         f"a strategy of {strategy.hosts} hosts": strategy.hosts > 1,
         "sync=...": optimizers_with_sync(optimizers, strategy),
-        "Communication(compression=...)": reducer.compressed,
-        "Communication(repeated_rows='sum')": given.has("Communication.repeated_rows"),
+        "Communication(compression=...)": strategy.extended.reducer.compressed,
         "an optimizer that sends its momentum": any(
             momentum_compression_of(one) is not None for one in optimizers
         ),
