@@ -14,7 +14,7 @@ from tfdp.exchange.collectives import Collectives
 from tfdp.exchange.in_process import InProcess
 from tfdp.exchange.levels import Levels
 from tfdp.exchange.over_link import OverLink
-from tfdp.exchange.sparse import RowSum
+from tfdp.exchange.sparse import RowSum, sum_slices
 from tfdp.exchange.tpu import CrossReplica
 from tfdp.hosts.socket_link import SocketLink
 from tfdp.plan.shards import OwnedLayout, ShardLayout
@@ -61,7 +61,7 @@ def exchanges(part, rank, size, first=0):
     slices = tf.IndexedSlices(
         own[:2], tf.constant([number, 1]), tf.constant([RANKS, 3])
     )
-    rows = part.all_reduce_rows(slices, rank, RowSum("table", True, None))
+    rows = sum_slices(part, slices, rank, RowSum("table", True))
     return {
         "sum": part.all_reduce([own, own], rank, "bucket"),
         "shards": shards,

@@ -60,8 +60,8 @@ QUESTIONS = {
     ),
     "Is this gradient rows of a table?": Question(
         r"IndexedSlices|sum_rows|repeated_rows|all_reduce_rows",
-        ("chain/table_rows", "exchange/sparse", "hosts/row_sums"),
-        33,
+        ("chain/table_rows", "compression/blocks", "exchange/sparse", "hosts/row_sums"),
+        18,
     ),
     "Is this local training?": Question(
         r"\.is_local\b|groups_across|group_of\("

@@ -157,25 +157,19 @@ class InProcess(Transport):
         key, group = self._begin(rank)
         return self._hand.all_gather(tensor, rank, group, f"{key}/gather")
 
-    def all_reduce_rows(
-        self, slices: tf.IndexedSlices, rank: int, how: RowSum
-    ) -> tf.IndexedSlices:
-        """See `Transport`. Each host's leader adds rows of equal index and sends one
-        set of rows to the root, which adds for all replicas."""
+    def combine(self, tensors: Tensors, rank: int, how: RowSum) -> list[tf.Tensor]:
+        """See `Transport`. If sums are smaller, each host's leader combines its lists,
+        and sends one to the root, which combines for all replicas."""
         if not how.summed:
-            return super().all_reduce_rows(slices, rank, how)
+            return super().combine(tensors, rank, how)
         key, group = self._begin(rank)
-        root = self._choose_root(key, slices.values, group)
+        root = self._choose_root(key, tensors[0], group)
         within, leader, leaders = self._route(root, rank)
-        rows = self._hand.rows_at(
-            slices, rank, leader, within, f"{key}/within", summed=True
-        )
+        own = self._hand.combine_at(tensors, rank, leader, within, f"{key}/within", how)
         if rank == leader and len(leaders) > 1:
-            rows = self._hand.rows_at(
-                rows, rank, root, leaders, f"{key}/across", summed=True
-            )
-            rows = self._hand.share_rows(rows, rank, root, leaders, f"{key}/back")
-        return self._hand.share_rows(rows, rank, leader, within, f"{key}/down")
+            own = self._hand.combine_at(own, rank, root, leaders, f"{key}/across", how)
+            own = self._hand.share_lists(own, rank, root, leaders, f"{key}/back")
+        return self._hand.share_lists(own, rank, leader, within, f"{key}/down")
 
     def all_to_all(self, rows: tf.Tensor, rank: int, label: str) -> tf.Tensor:
         key, group = self._begin(rank)
@@ -256,15 +250,15 @@ class InProcess(Transport):
             for place, like in likes.items()
         ]
 
-    def reduce_rows(
-        self, slices: tf.IndexedSlices, rank: int, *, summed: bool
-    ) -> tf.IndexedSlices:
-        """All rows at the first replica, by `join_rows`; elsewhere the own ones."""
+    def combine_at_first(
+        self, tensors: Tensors, rank: int, how: RowSum
+    ) -> list[tf.Tensor]:
+        """`combine` at the first replica; elsewhere the own list."""
         key, group = self._begin(rank)
-        root, key = group[0], f"{key}/first"
-        return self._hand.rows_at(slices, rank, root, group, key, summed=summed)
+        key = f"{key}/first"
+        return self._hand.combine_at(tensors, rank, group[0], group, key, how)
 
-    def broadcast_rows(self, slices: tf.IndexedSlices, rank: int) -> tf.IndexedSlices:
-        """The rows of the first replica, on all; their number may differ."""
+    def broadcast_lists(self, tensors: Tensors, rank: int) -> list[tf.Tensor]:
+        """The tensors of the first replica, on all; their lengths may differ."""
         key, group = self._begin(rank)
-        return self._hand.share_rows(slices, rank, group[0], group, f"{key}/all")
+        return self._hand.share_lists(tensors, rank, group[0], group, f"{key}/all")

@@ -109,14 +109,12 @@ class Levels(Transport):
         """The sums of what the first replica of each host passes."""
         return self.outer.all_reduce(tensors, FIRST, label, wire_dtype)
 
-    def all_reduce_rows(
-        self, slices: tf.IndexedSlices, rank: int, how: RowSum
-    ) -> tf.IndexedSlices:
-        """See `Transport`. One set of rows per host crosses."""
-        rows = self.inner.reduce_rows(slices, rank, summed=how.summed)
+    def combine(self, tensors: Tensors, rank: int, how: RowSum) -> list[tf.Tensor]:
+        """See `Transport`. One list per host crosses."""
+        own = self.inner.combine_at_first(tensors, rank, how)
         if rank == FIRST:
-            rows = self.outer.all_reduce_rows(rows, FIRST, how)
-        return self.inner.broadcast_rows(rows, rank)
+            own = self.outer.combine(own, FIRST, how)
+        return self.inner.broadcast_lists(own, rank)
 
     def reduce_scatter(
         self, tensors: Tensors, layouts: Layouts, rank: int, label: str

@@ -11,11 +11,10 @@ import tensorflow as tf
 
 from tfdp.exchange.link_calls import LinkCalls
 from tfdp.exchange.packing import Layouts, PackedSmall, Tensors
-from tfdp.exchange.sparse import RowSum, table_shape
+from tfdp.exchange.sparse import RowSum
 from tfdp.exchange.transport import Transport
 from tfdp.exchange.wire_types import fitting_wire_dtype
 from tfdp.hosts.host_link import HostLink
-from tfdp.hosts.row_sums import RowExchange
 from tfdp.plan.topology import Topology
 
 
@@ -81,26 +80,9 @@ class OverLink(Transport):
 
             return small.unpack(self.call(exchange, small.packed, small.packed))
 
-    def all_reduce_rows(
-        self, slices: tf.IndexedSlices, rank: int, how: RowSum
-    ) -> tf.IndexedSlices:
-        """See `Transport`. One exchange, or the whole table where that is smaller: see
-        `RowExchange`."""
-        exchange = RowExchange(
-            table_shape(slices) if how.summed else None,
-            how.label,
-            fitting_wire_dtype([slices.values], how.wire_dtype),
-            how.summed,
-        )
-        values, indices = self.call(
-            lambda values, indices: list(exchange(self.link, values, indices)),
-            [slices.values, slices.indices],
-            [
-                tf.TensorSpec([None, *slices.values.shape[1:]], slices.values.dtype),
-                tf.TensorSpec([None], slices.indices.dtype),
-            ],
-        )
-        return tf.IndexedSlices(values, indices, slices.dense_shape)
+    def combine(self, tensors: Tensors, rank: int, how: RowSum) -> list[tf.Tensor]:
+        like = [tf.TensorSpec([None, *one.shape[1:]], one.dtype) for one in tensors]
+        return self.call(how.between_hosts(tensors, self.link), tensors, like)
 
     def reduce_scatter(
         self, tensors: Tensors, layouts: Layouts, rank: int, label: str

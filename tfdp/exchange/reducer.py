@@ -17,7 +17,13 @@ from tfdp.exchange.packing import (
     whole_from_shards,
     with_static_shape,
 )
-from tfdp.exchange.sparse import RowSum, merge_rows, travels_dense
+from tfdp.exchange.sparse import (
+    RowSum,
+    merge_rows,
+    sum_slices,
+    travels_dense,
+    with_values,
+)
 from tfdp.exchange.transport import Transport
 from tfdp.lint.registry import register_exchanged
 from tfdp.plan.buckets import (
@@ -27,7 +33,7 @@ from tfdp.plan.buckets import (
     plan_buckets,
     predecessors,
 )
-from tfdp.plan.communication import Communication
+from tfdp.plan.communication import APART, Communication, Sending
 from tfdp.plan.compression import Compression
 from tfdp.plan.shards import ShardLayout
 
@@ -76,21 +82,16 @@ class Reducer:
         gradients: Sequence[Value],
         state: Tensors,
         rank: Any,
-        *,
-        sum_rows: bool = False,
-        at_once: bool = False,
+        how: Sending = APART,
     ) -> tuple[list[Value], list[tf.Tensor]]:
         """The sums of gradients, and of other small values; see `all_reduce`.
 
         Both share buckets, unless gradients are rounded (`Communication.wire_dtype`).
-        With `sum_rows`, or `Communication(repeated_rows="sum")`, rows of equal index of
-        a `tf.IndexedSlices` are added before they travel, and the result has each index
-        once, or is dense. `at_once` packs all buckets into one where they fit: for
-        values that become ready together.
+        `Communication(repeated_rows="sum")` is as `Sending.sum_rows`.
         """
         adds_repeated = self.communication.repeated_rows == "sum"
         # A compiler has no dynamic lengths.
-        sum_rows = (sum_rows or adds_repeated) and not self.transport.is_compiled
+        sum_rows = (how.sum_rows or adds_repeated) and not self.transport.is_compiled
         if self.transport.replicas == 1:  # nothing travels, but Adam must do the same
             own = [
                 merge_rows(g)
@@ -101,14 +102,11 @@ class Reducer:
             return own, list(state)
         gradients = [_as_sent(g, sum_rows) for g in gradients]
         if self.transport.wire_dtype is None:
-            # Only non-default arguments: benchmarks replace this method.
-            options = {"sum_rows": True} if sum_rows else {}
-            options |= {"at_once": True} if at_once else {}
-            sums = self.all_reduce([*gradients, *state], rank, **options)
+            how = Sending(sum_rows, how.at_once)
+            sums = self.all_reduce([*gradients, *state], rank, how=how)
             return sums[: len(gradients)], sums[len(gradients) :]
-        rounded = self._by_buckets(
-            gradients, rank, self.transport.wire_dtype, sum_rows=sum_rows
-        )
+        how = Sending(sum_rows)
+        rounded = self._by_buckets(gradients, rank, how, self.transport.wire_dtype)
         return rounded, self.all_reduce(state, rank)
 
     def all_reduce(
@@ -117,8 +115,7 @@ class Reducer:
         rank: Any,
         *,
         mean: bool = False,
-        sum_rows: bool = False,
-        at_once: bool = False,
+        how: Sending = APART,
     ) -> list[Value]:
         """The sum (or mean) of each value over all replicas, on each of them.
 
@@ -132,18 +129,18 @@ class Reducer:
         times those of a host, each index once with `sum_rows`, and then at most twice
         the cost of the whole table: see `tfdp.hosts.row_sums`.
         """
-        sums = self._by_buckets(values, rank, sum_rows=sum_rows, at_once=at_once)
+        sums = self._by_buckets(values, rank, how)
         is_mean = mean and self.transport.replicas > 1
-        return [self._mean(value) for value in sums] if is_mean else sums
+        if not is_mean:
+            return sums
+        return [with_values(v, lambda x: x / self.transport.replicas) for v in sums]
 
     def _by_buckets(
         self,
         values: Sequence[Value],
         rank: Any,
+        how: Sending,
         wire_dtype: str | None = None,
-        *,
-        sum_rows: bool = False,
-        at_once: bool = False,
     ) -> list[Value]:
         """The sums: dense values bucket by bucket, then slices."""
         values = [
@@ -160,7 +157,7 @@ class Reducer:
         }
         dense = [i for i, v in enumerate(values) if isinstance(v, tf.Tensor)]
         buckets = self.plan([values[i] for i in dense])
-        if at_once and self.transport.reduces_buckets:
+        if how.at_once and self.transport.reduces_buckets:
             buckets = merge_if_fits(buckets, self.communication.bucket_bytes)
         for number, bucket in enumerate(buckets, start=1):
             places = [dense[i] for i in bucket.indices]
@@ -173,8 +170,12 @@ class Reducer:
         for number, place in enumerate(sparse, start=1):
             with tf.name_scope("tfdp_all_reduce_rows"):
                 label = f"table {number} of {len(sparse)}"
-                how = RowSum(label, sum_rows, wire_dtype)
-                rows = self.transport.all_reduce_rows(values[place], rank, how)
+                rows = sum_slices(
+                    self.transport,
+                    values[place],
+                    rank,
+                    RowSum(label, how.sum_rows, wire_dtype),
+                )
                 reduced[place] = register_exchanged(rows)
         return [reduced[place] for place in range(len(values))]
 
@@ -275,14 +276,6 @@ class Reducer:
             most = self.communication.bucket_bytes
             first = self.communication.first_bucket_bytes
         return plan_buckets(infos, bucket_bytes=most, first_bucket_bytes=first)
-
-    def _mean(self, value: Value) -> Value:
-        replicas = self.transport.replicas
-        if isinstance(value, tf.IndexedSlices):
-            return tf.IndexedSlices(
-                value.values / replicas, value.indices, value.dense_shape
-            )
-        return value / replicas
 
     def reshard(
         self, shards: Tensors, before: Layouts, after: Layouts, rank: Any

@@ -90,19 +90,11 @@ class CrossReplica(Transport):
         """See `Transport`. Cost: n (N - 1) / N bytes per replica for n bytes."""
         return join_rows(self._ops.gather(tf.concat(shards, axis=0)), layouts)
 
-    def all_reduce_rows(
-        self, slices: tf.IndexedSlices, rank: Any, how: RowSum
-    ) -> tf.IndexedSlices:
-        """See `Transport`. Rows cost N times their own size: XLA has no other gather,
-        and no dynamic lengths, so none are added first."""
-        values = self.gather(_cast(slices.values, how.wire_dtype), rank)
-        # A row of a table: 32 bits are enough, and XLA does not add 64.
-        indices = self.gather(tf.cast(slices.indices, tf.int32), rank)
-        return tf.IndexedSlices(
-            tf.cast(values, slices.dtype),
-            tf.cast(indices, slices.indices.dtype),
-            slices.dense_shape,
-        )
+    def combine(self, tensors: Tensors, rank: Any, how: RowSum) -> list[tf.Tensor]:
+        """See `Transport`. Lists cost N times their own size: XLA has no other gather,
+        and no dynamic lengths, so none are combined first."""
+        gathered = [self.gather(tensor, rank) for tensor in how.narrow(tensors)]
+        return _as_given(gathered, tensors)
 
     def gather(self, tensor: tf.Tensor, rank: Any) -> tf.Tensor:
         """All replicas' rows, of one number, in rank order: a sum of one-hot parts."""

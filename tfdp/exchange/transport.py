@@ -14,7 +14,7 @@ import tensorflow as tf
 from tfdp.errors import CollectiveError
 from tfdp.exchange.ordering import ReplicaOrder
 from tfdp.exchange.packing import Layouts, Tensors
-from tfdp.exchange.sparse import RowSum, join_rows, merge_rows
+from tfdp.exchange.sparse import RowSum
 from tfdp.exchange.traffic import TrafficCount
 from tfdp.plan.topology import Groups, Topology
 
@@ -129,22 +129,16 @@ class Transport(abc.ABC):
         """The sums at the first replica; elsewhere unspecified tensors."""
         return self.all_reduce(tensors, rank, "sum")
 
-    def all_reduce_rows(
-        self, slices: tf.IndexedSlices, rank: Any, how: RowSum
-    ) -> tf.IndexedSlices:
-        """The sum over all replicas of any number of rows of a table, as rows.
+    def combine(self, tensors: Tensors, rank: Any, how: RowSum) -> list[tf.Tensor]:
+        """The lists of all replicas, combined to one by `how`, on each of them.
 
-        Cost: (N - 1) times the bytes of values and indices per replica, in two
-        exchanges of one level: replicas that forward rows cannot add them.
+        Tensors have an axis at least; its length may differ between replicas.
+
+        Cost: (N - 1) times the bytes of a list per replica, in an exchange of one level
+        for each tensor: replicas that forward lists cannot combine them.
         """
-        if how.summed:
-            slices = merge_rows(slices)
-        gathered = tf.IndexedSlices(
-            values=self.gather(slices.values, rank),
-            indices=self.gather(slices.indices, rank),
-            dense_shape=slices.dense_shape,
-        )
-        return join_rows([gathered], summed=how.summed)
+        own = how.combine([tensors])
+        return how.combine([[self.gather(tensor, rank) for tensor in own]])
 
     @abc.abstractmethod
     def reduce_scatter(
