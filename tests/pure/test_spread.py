@@ -52,11 +52,11 @@ QUESTIONS = {
     "Is it in shards?": Question(
         r"[sS]hard",
         (
-            *("chain/shards", "cluster/", "data/", "launch/", "plan/shards"),
-            "strategies/absent_hosts",
+            *("chain/shards", "cluster/", "data/", "exchange/shards", "launch/"),
+            *("plan/shards", "strategies/absent_hosts"),
             *("sharding/", "_private/grain", "plan/options"),
         ),
-        33,
+        26,
     ),
     "Is this gradient rows of a table?": Question(
         r"IndexedSlices|sum_rows|repeated_rows|all_reduce_rows",
@@ -77,7 +77,7 @@ QUESTIONS = {
     "Are these rows real?": Question(
         r"dummy|padded|padding|own_part|synthetic",
         ("chain/missing", "data/padding", "step/rows", "tracing/rows"),
-        22,
+        21,
     ),
 }
 

@@ -195,7 +195,7 @@ def _whole(variable: keras.Variable, shape: tuple[int, ...], is_sum: bool) -> En
 def _sharded(variable: keras.Variable, value: ShardedVariable, is_sum: bool) -> Entry:
     shards = value.distribute_strategy.extended.shards
     local = len(value.distribute_strategy.extended.worker_devices)
-    parts = shards.reducer.transport.shard_parts // local
+    parts = shards.transport.parts // local
     shape = tuple(value.layout.shape)
     if parts == 1:
         return _whole(variable, shape, is_sum)

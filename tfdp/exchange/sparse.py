@@ -82,17 +82,12 @@ def sums_at_first(
     indices; elsewhere unspecified tensors. `transport` is an `InProcess`."""
     dense = [one for one in gradients if not isinstance(one, tf.IndexedSlices)]
     sums = iter(transport.reduce(dense, rank))
-    slices = [one for one in gradients if isinstance(one, tf.IndexedSlices)]
-    rows = iter(
-        [
-            transport.combine_at_first(
-                [one.values, one.indices], rank, RowSum("", True, None, one.dense_shape)
-            )
-            for one in slices
-        ]
-    )
     return [
-        next(rows) if isinstance(one, tf.IndexedSlices) else [next(sums)]
+        transport.combine_at_first(
+            [one.values, one.indices], rank, RowSum("", True, None, one.dense_shape)
+        )
+        if isinstance(one, tf.IndexedSlices)
+        else [next(sums)]
         for one in gradients
     ]
 

@@ -32,7 +32,7 @@ from tfdp._private.names import (
     variable_accessed,
 )
 from tfdp.errors import ConfigurationError
-from tfdp.exchange.packing import copied_shard, shard_of
+from tfdp.exchange.shards import copied_shard, shard_of
 from tfdp.plan.shards import OwnedLayout, ShardLayout
 from tfdp.variables.in_shards import InShards
 from tfdp.variables.local_view import in_replica_of

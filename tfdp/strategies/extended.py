@@ -50,7 +50,7 @@ class DataParallelExtended(ReplicaExtended, names.MirroredExtended):
     ):
         self.reducer = reducer
         self.shards: ShardUpdates | None = None
-        if sharding is not None and sharding.is_needed(reducer.transport.shard_parts):
+        if sharding is not None and sharding.is_needed(reducer.transport.parts):
             from tfdp.sharding.updates import ShardUpdates
 
             self.shards = ShardUpdates(strategy, devices, reducer, sharding)

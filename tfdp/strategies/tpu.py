@@ -154,9 +154,8 @@ class TPUDataParallelExtended(ReplicaExtended, TPUExtended):
         self._use_var_policy = False
         self.current_step = Step(self._num_replicas_in_sync)
         self.reducer = Reducer(make_transport(self._num_replicas_in_sync))
-        if sharding is not None and sharding.is_needed(
-            self.reducer.transport.shard_parts
-        ):
+        parts = self.reducer.transport.parts
+        if sharding is not None and sharding.is_needed(parts):
             self.shards = ShardUpdates(
                 strategy, self.worker_devices, self.reducer, sharding
             )
