@@ -14,7 +14,9 @@ from tfdp.exchange.collectives import Collectives
 from tfdp.exchange.in_process import InProcess
 from tfdp.exchange.levels import Levels
 from tfdp.exchange.over_link import OverLink
-from tfdp.exchange.sparse import RowSum
+from tfdp.exchange.reducer import Reducer
+from tfdp.exchange.shards import ShardReducer
+from tfdp.exchange.sparse import RowSum, sum_slices
 from tfdp.exchange.tpu import CrossReplica
 from tfdp.hosts.socket_link import SocketLink
 from tfdp.plan.shards import OwnedLayout, ShardLayout
@@ -57,15 +59,16 @@ def exchanges(part, rank, size, first=0):
     number = first + rank
     own = tf.constant(MATRICES[number])
     layouts = layouts_of(size)
-    shards = part.reduce_scatter([own, own], layouts, rank, "bucket")
+    in_shards = ShardReducer(Reducer(part))
+    shards = in_shards.reduce_scatter([own, own], layouts, rank)
     slices = tf.IndexedSlices(
         own[:2], tf.constant([number, 1]), tf.constant([RANKS, 3])
     )
-    rows = part.all_reduce_rows(slices, rank, RowSum("table", True, None))
+    rows = sum_slices(part, slices, rank, RowSum("table", True))
     return {
         "sum": part.all_reduce([own, own], rank, "bucket"),
         "shards": shards,
-        "wholes": part.all_gather(shards, layouts, rank, "bucket"),
+        "wholes": in_shards.all_gather(shards, layouts, rank),
         "rows": part.gather(tf.constant(ROWS[number]), rank),
         "first": part.broadcast([own, tf.constant(number % 2 == 0)], rank),
         "started": part.start(tf.constant(WORDS[number]), rank, "words")[0],
@@ -212,8 +215,9 @@ def test_shards_over_hosts_of_any_owner(owner):
         def replica(levels, rank):
             own = tf.constant(MATRICES[2 * host + rank])
             of_both = [own, own[:, 0]]
-            shards = levels.reduce_scatter(of_both, layouts, rank, "bucket")
-            return shards, levels.all_gather(shards, layouts, rank, "bucket")
+            in_shards = ShardReducer(Reducer(levels))
+            shards = in_shards.reduce_scatter(of_both, layouts, rank)
+            return shards, in_shards.all_gather(shards, layouts, rank)
 
         return step_of(levels, replica)()
 

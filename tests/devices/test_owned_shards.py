@@ -6,6 +6,7 @@ import tensorflow as tf
 
 from tests.devices.test_engines import SETTINGS, replicate
 from tests.support.parity import make_strategy
+from tfdp.exchange.shards import ShardReducer
 from tfdp.plan.shards import OwnedLayout, ShardLayout
 
 # Sizes that do not divide, and one smaller than a group.
@@ -43,7 +44,7 @@ def test_sums_reach_owners_and_come_back_to_all(replicas, options, owners):
     layouts = layouts_of(replicas, OWNERS[owners])
     flat = [ShardLayout(shape, replicas) for shape in SHAPES]
     strategy = make_strategy(replicas, **options)
-    reducer = strategy.extended.reducer
+    reducer = ShardReducer(strategy.extended.reducer)
     arguments = [replicate(strategy, [g[i] for g in given]) for i in range(len(SHAPES))]
 
     @tf.function

@@ -55,17 +55,16 @@ QUESTIONS = {
     "Is it in shards?": Question(
         r"[sS]hard",
         (
-            *("chain/shards", "cluster/", "data/", "launch/", "plan/shards"),
-            "strategies/absent_hosts",
-            *("sharding/", "_private/grain", "plan/options", "variables/in_shards"),
-            "step/features",
+            *("chain/shards", "cluster/", "data/", "exchange/shards", "launch/"),
+            *("plan/shards", "strategies/absent_hosts", "variables/in_shards"),
+            *("sharding/", "_private/grain", "plan/options", "step/features"),
         ),
-        18,
+        12,
     ),
     "Is this gradient rows of a table?": Question(
         r"IndexedSlices|sum_rows|repeated_rows|all_reduce_rows",
-        ("chain/table_rows", "exchange/sparse", "hosts/row_sums"),
-        30,
+        ("chain/table_rows", "compression/blocks", "exchange/sparse", "hosts/row_sums"),
+        15,
     ),
     "Is this local training?": Question(
         r"\.is_local\b|groups_across|group_of\("
@@ -89,7 +88,7 @@ QUESTIONS = {
             *("exchange/collectives", "exchange/in_process", "exchange/packing"),
             "compression/blocks",
         ),
-        10,
+        11,
     ),
 }
 

@@ -17,6 +17,7 @@ from tfdp.chain.buffers import addend
 from tfdp.chain.reduction import Reduction, Stage
 from tfdp.exchange.packing import Tensors
 from tfdp.exchange.reducer import Reducer
+from tfdp.exchange.sparse import with_values
 from tfdp.variables.local_view import LocalView
 
 
@@ -27,7 +28,7 @@ class Exact:
         self._reducer = reducer
 
     def sum_gradients(
-        self, gradients: Tensors, riders: Tensors, rank: Any, **options: bool
+        self, gradients: Tensors, riders: Tensors, rank: Any, how: Any = None
     ) -> tuple[list[Any], list[tf.Tensor]]:
         sums = self._reducer.all_reduce([*gradients, *riders], rank, mean=False)
         return sums[: len(gradients)], sums[len(gradients) :]
@@ -80,16 +81,11 @@ class AllGroups(GroupState):
         if self._weight is not None:
             # Scaled before the sum, so that a 16-bit wire format does not overflow.
             part = tf.math.divide_no_nan(group_weight, all_weights)
+
+            def times(values: tf.Tensor) -> tf.Tensor:
+                return values * tf.cast(part, values.dtype)
+
             own = reduction.gradients
-            own[:] = [one if one is None else _times(one, part) for one in own]
+            own[:] = [one if one is None else with_values(one, times) for one in own]
         share = tf.math.divide_no_nan(rows, all_rows)
         reduction.riders += self._addends(share, rank)
-
-
-def _times(gradient: Any, factor: tf.Tensor) -> Any:
-    """The gradient times a scalar; slices stay slices."""
-    factor = tf.cast(factor, gradient.dtype)
-    if not isinstance(gradient, tf.IndexedSlices):
-        return gradient * factor
-    values = gradient.values * factor
-    return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)

@@ -10,6 +10,7 @@ import tensorflow as tf
 from tfdp._private.names import make_note
 from tfdp.chain.reduction import Reduction, Stage, scale_when_summed
 from tfdp.errors import ConfigurationError
+from tfdp.exchange.sparse import values_once
 from tfdp.plan.noise_scale import NormsOfStep
 from tfdp.tracing.step import Step
 
@@ -109,13 +110,8 @@ def squared_norm(gradients: Sequence[Any], factor: tf.Tensor | None) -> tf.Tenso
     for gradient in gradients:
         if gradient is None:
             continue
-        if isinstance(gradient, tf.IndexedSlices):
-            # The gradient of a row is the sum of its slices.
-            rows, places = tf.unique(gradient.indices)
-            gradient = tf.math.unsorted_segment_sum(
-                gradient.values, places, tf.size(rows)
-            )
-        value = tf.cast(gradient, tf.float32)
+        # The gradient of a row is the sum of its slices.
+        value = tf.cast(values_once(gradient), tf.float32)
         if factor is not None:
             value = value * factor  # before squaring, which might overflow
         total += tf.reduce_sum(tf.square(value))

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
+from tfdp.plan.communication import APART, Sending
 from tfdp.tracing.step import Step
 
 
@@ -30,9 +31,7 @@ class GradientReducer(Protocol):
         gradients: Sequence[Any],
         riders: Sequence[tf.Tensor],
         rank: Any,
-        *,
-        sum_rows: bool,
-        at_once: bool,
+        how: Sending = APART,
     ) -> tuple[list[Any], list[tf.Tensor]]:
         """The sums of gradients and of riders; see `Reducer.sum_gradients`."""
 
@@ -57,10 +56,8 @@ class Reduction:
     optimizer: Any
     #: Small tensors, which travel exactly in the buckets of the gradients.
     riders: list[tf.Tensor] = dataclasses.field(default_factory=list)
-    #: Whether rows of equal index may be added before they travel.
-    sum_rows: bool = False
-    #: Whether all buckets may travel as one, because they become ready together.
-    at_once: bool = False
+    #: How the gradients travel.
+    sending: Sending = APART
 
     @property
     def has_table_rows(self) -> bool:
@@ -139,8 +136,7 @@ def reduce(
             [given[place] for place in places],
             reduction.riders,
             reduction.rank,
-            sum_rows=reduction.sum_rows,
-            at_once=reduction.at_once,
+            reduction.sending,
         )
         for place, total in zip(places, sums, strict=True):
             given[place] = total

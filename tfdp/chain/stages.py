@@ -72,7 +72,7 @@ def sum_exactly(
 ) -> list[tf.Tensor]:
     """The sums of small values over the replicas."""
     reducer = reducer_for(step, optimizer)
-    _, sums = reducer.sum_gradients([], values, rank, sum_rows=False, at_once=False)
+    _, sums = reducer.sum_gradients([], values, rank)
     return sums
 
 

@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfdp._private.names import make_note, run_unordered, time_in_graph
 from tfdp.chain.reduction import Reduction, Stage
 from tfdp.errors import ConfigurationError
+from tfdp.exchange.sparse import values_of
 from tfdp.hosts.python_calls import counted
 from tfdp.plan.stragglers import (
     ARRIVING,
@@ -196,7 +197,7 @@ def _time_of(values: Sequence[Any]) -> tf.Tensor:
     """Seconds since 1970 when `values` are computed; 0 for none."""
     if not values:
         return tf.constant(0.0, tf.float64)
-    dense = [v.values if isinstance(v, tf.IndexedSlices) else v for v in values]
+    dense = list(map(values_of, values))
     if "GPU" not in dense[-1].device:
         return time_in_graph(dense)
     # On a GPU an operation counts as done when it is queued. A number that is copied

@@ -29,21 +29,11 @@ import tensorflow as tf
 from tfdp._private import names
 from tfdp.errors import CollectiveError
 from tfdp.exchange.ordering import CallNumbers, run_independently
-from tfdp.exchange.packing import (
-    Layouts,
-    Tensors,
-    among_zeros,
-    is_mostly_padding,
-    join_rows,
-    pack,
-    row_of,
-    shard_of,
-    split_row,
-    to_rows,
-    unpack,
-)
+from tfdp.exchange.packing import Tensors, pack, unpack
+from tfdp.exchange.shards import join_rows, row_of, split_row, to_rows
 from tfdp.exchange.transport import Transport, next_group_key
 from tfdp.exchange.wire_types import collective_sum_dtype, to_gather_wire, to_sum_wire
+from tfdp.plan.shards import Layouts
 from tfdp.plan.topology import Groups, Topology
 
 
@@ -70,7 +60,7 @@ class Collectives(Transport):
     """
 
     name = "tensorflow"
-    keeps_to_groups = True
+    keeps_to_groups = pads_parts = True
 
     def __init__(self, devices: Sequence[str], topology: Topology, *, hint: str):
         super().__init__(devices, topology)
@@ -177,15 +167,7 @@ class Collectives(Transport):
     def reduce_scatter(
         self, tensors: Tensors, layouts: Layouts, rank: int, label: str
     ) -> list[tf.Tensor]:
-        part = self.part_of(rank)
-        if is_mostly_padding(layouts):
-            sums = self.all_reduce(tensors, rank, label)
-            with tf.device(self.devices[rank]):
-                return [
-                    shard_of(total, layout, part)
-                    for total, layout in zip(sums, layouts, strict=True)
-                ]
-        group = self._begin(rank)
+        group, part = self._begin(rank), self.part_of(rank)
         with tf.device(self.devices[rank]):
             dtype = tensors[0].dtype
             rows = self._to_sum(tf.concat(to_rows(tensors, layouts), axis=1))
@@ -204,19 +186,11 @@ class Collectives(Transport):
             return split_row(tf.cast(row, dtype), layouts, part)
 
     def all_gather(
-        self, shards: Tensors, layouts: Layouts, rank: int, label: str
+        self, parts: Tensors, layouts: Layouts, rank: int, label: str
     ) -> list[tf.Tensor]:
-        if is_mostly_padding(layouts):
-            # As in `_broadcast`: the sum with zeros.
-            with tf.device(self.devices[rank]):
-                placed = [
-                    among_zeros(shard, layout, self.part_of(rank))
-                    for shard, layout in zip(shards, layouts, strict=True)
-                ]
-            return self.all_reduce(placed, rank, label)
         group = self._begin(rank)
         with tf.device(self.devices[rank]):
-            row = row_of(shards, layouts)
+            row = row_of(parts, layouts)
             if not self._has_levels:
                 rows = self._gather_same_type(row[None], group, rank)
                 return join_rows(rows, layouts)

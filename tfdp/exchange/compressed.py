@@ -18,6 +18,7 @@ import tensorflow as tf
 from tfdp.compression.method import Exchanged, Method, Slots
 from tfdp.exchange.op_names import COMPRESSED_SUM, WHERE_FINITE
 from tfdp.exchange.packing import Tensors
+from tfdp.exchange.sparse import values_of
 from tfdp.exchange.transport import Transport
 from tfdp.lint.registry import register_exchanged
 from tfdp.plan.buckets import TensorInfo, plan_buckets
@@ -255,11 +256,7 @@ class _Peer:
 
 def are_finite(values: Sequence[Any]) -> tf.Tensor:
     """Whether all numbers of tensors and slices are finite; None and integers are."""
-    numbers = [
-        value.values if isinstance(value, tf.IndexedSlices) else value
-        for value in values
-        if value is not None
-    ]
+    numbers = [values_of(value) for value in values if value is not None]
     finite = [
         tf.reduce_all(tf.math.is_finite(number))
         for number in numbers

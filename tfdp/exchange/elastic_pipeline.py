@@ -7,7 +7,7 @@ outer steps and in sending state to a host that joins.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import tensorflow as tf
@@ -35,15 +35,7 @@ class ElasticPipeline(Reducer):
         self.hosts = hosts
         self._calls = LinkCalls()
 
-    def sum_gradients(
-        self,
-        gradients: Sequence[Any],
-        state: Tensors,
-        rank: int,
-        *,
-        sum_rows: bool = False,
-        at_once: bool = False,
-    ) -> tuple[list[Any], list[tf.Tensor]]:
+    def sum_gradients(self, *arguments: Any, **options: Any) -> NoReturn:
         """Always raises: gradients of all hosts need all of them in every step."""
         raise ConfigurationError(
             "Communication(min_hosts=...) lets hosts die and come back, and an "

@@ -15,20 +15,12 @@ from typing import TypeAlias
 
 import tensorflow as tf
 
-from tfdp.exchange.packing import (
-    Layouts,
-    Tensors,
-    cut,
-    elements_of,
-    to_shard,
-    whole_from_parts,
-    whole_specs,
-)
+from tfdp.exchange.packing import Tensors, whole_specs, wholes_from_parts
 from tfdp.exchange.send_receive import SendReceive
 from tfdp.exchange.sparse import RowSum
 from tfdp.exchange.transport import Transport, next_group_key
 from tfdp.exchange.wire_types import check_summable
-from tfdp.plan.shards import overlap
+from tfdp.plan.shards import Layouts
 from tfdp.plan.topology import Topology
 
 # By place in the group: tensors for members, and specs of those of members.
@@ -117,65 +109,52 @@ class InProcess(Transport):
         for place, (tensor, layout) in enumerate(zip(tensors, layouts, strict=True)):
             with tf.device(self.devices[rank]):
                 flat = tf.reshape(tensor, [-1])
-            own = None
-            # Every replica is the root of its own shard: all of them add at once.
-            for part, root in enumerate(group):
+            # Every replica is the root of its own part: all of them add at once.
+            for number, root in enumerate(group):
                 with tf.device(self.devices[rank]):
-                    piece = cut(flat, layout, part)
-                # A shard that is all padding has no owner: no empty hand-over.
-                if layout.length(part):
-                    piece = self._sum_up(piece, rank, root, f"{key}/{place}/{root}")
+                    part = flat[slice(*layout.bounds(number))]  # a view if aligned
+                # An empty part has no owner: no empty hand-over.
+                if layout.length(number):
+                    part = self._sum_up(part, rank, root, f"{key}/{place}/{root}")
                 if root == rank:
-                    with tf.device(self.devices[rank]):
-                        own = to_shard(piece, layout, part)
-            results.append(own)
+                    results.append(part)
         return results
 
     def all_gather(
-        self, shards: Tensors, layouts: Layouts, rank: int, label: str
+        self, parts: Tensors, layouts: Layouts, rank: int, label: str
     ) -> list[tf.Tensor]:
-        key, group = self._begin(rank, "gather", whole_specs(shards, layouts))
-        wholes = []
-        for place, (shard, layout) in enumerate(zip(shards, layouts, strict=True)):
-            parts = []
+        key, group = self._begin(rank, "gather", whole_specs(parts, layouts))
+        of_all = []
+        for place, (own, layout) in enumerate(zip(parts, layouts, strict=True)):
+            shared = []
             for number, owner in enumerate(group):
                 length = layout.length(number)
-                if owner == rank:
-                    with tf.device(self.devices[rank]):
-                        part = elements_of(shard, layout, number)
-                else:
-                    part = tf.TensorSpec([length], shard.dtype)
+                part = own if owner == rank else tf.TensorSpec([length], own.dtype)
                 if length:
                     name = f"{key}/{place}/{owner}"
                     part = self._hand.share_from(part, rank, owner, group, name)
-                parts.append(part)
-            with tf.device(self.devices[rank]):
-                wholes.append(whole_from_parts(parts, layout))
-        return wholes
+                shared.append(part)
+            of_all.append(shared)
+        with tf.device(self.devices[rank]):
+            return wholes_from_parts(of_all, layouts)
 
     def gather(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
         key, group = self._begin(rank)
         return self._hand.all_gather(tensor, rank, group, f"{key}/gather")
 
-    def all_reduce_rows(
-        self, slices: tf.IndexedSlices, rank: int, how: RowSum
-    ) -> tf.IndexedSlices:
-        """See `Transport`. Each host's leader adds rows of equal index and sends one
-        set of rows to the root, which adds for all replicas."""
+    def combine(self, tensors: Tensors, rank: int, how: RowSum) -> list[tf.Tensor]:
+        """See `Transport`. If sums are smaller, each host's leader combines its lists,
+        and sends one to the root, which combines for all replicas."""
         if not how.summed:
-            return super().all_reduce_rows(slices, rank, how)
+            return super().combine(tensors, rank, how)
         key, group = self._begin(rank)
-        root = self._choose_root(key, slices.values, group)
+        root = self._choose_root(key, tensors[0], group)
         within, leader, leaders = self._route(root, rank)
-        rows = self._hand.rows_at(
-            slices, rank, leader, within, f"{key}/within", summed=True
-        )
+        own = self._hand.combine_at(tensors, rank, leader, within, f"{key}/within", how)
         if rank == leader and len(leaders) > 1:
-            rows = self._hand.rows_at(
-                rows, rank, root, leaders, f"{key}/across", summed=True
-            )
-            rows = self._hand.share_rows(rows, rank, root, leaders, f"{key}/back")
-        return self._hand.share_rows(rows, rank, leader, within, f"{key}/down")
+            own = self._hand.combine_at(own, rank, root, leaders, f"{key}/across", how)
+            own = self._hand.share_lists(own, rank, root, leaders, f"{key}/back")
+        return self._hand.share_lists(own, rank, leader, within, f"{key}/down")
 
     def all_to_all(self, rows: tf.Tensor, rank: int, label: str) -> tf.Tensor:
         key, group = self._begin(rank)
@@ -214,38 +193,12 @@ class InProcess(Transport):
             self._root_of_call[key] = group[place]
         return self._root_of_call[key]
 
-    def reshard(
-        self, shards: Tensors, before: Layouts, after: Layouts, rank: int, label: str
+    def swap(
+        self, sent: Sent, likes: Likes, rank: int, whole: Sequence[tf.TensorSpec] = ()
     ) -> list[tf.Tensor]:
-        """This replica's shards by the layouts `after`, from all shards by `before`."""
-        key, group = self._begin(rank, "reshard", whole_specs(shards, before))
-        own_part, results = group.index(rank), []
-        for place, (shard, old, new) in enumerate(
-            zip(shards, before, after, strict=True)
-        ):
-            sent, likes = {}, {}
-            with tf.device(self.devices[rank]):
-                own = elements_of(shard, old, own_part)
-                start, _ = old.bounds(own_part)
-                for part in range(len(group)):
-                    low, high = overlap(old.bounds(own_part), new.bounds(part))
-                    if low < high:
-                        sent[part] = own[low - start : high - start]
-                    low, high = overlap(old.bounds(part), new.bounds(own_part))
-                    if low < high:
-                        likes[part] = tf.TensorSpec([high - low], shard.dtype)
-                pieces = self._swap(sent, likes, rank, f"{key}/{place}")
-                joined = tf.concat(pieces, axis=0) if pieces else own[:0]
-                results.append(to_shard(joined, new, own_part))
-        return results
-
-    def swap(self, sent: Sent, likes: Likes, rank: int) -> list[tf.Tensor]:
         """Sends tensors to members of the group, by place; returns what comes from
-        those of `likes`, in their order."""
-        return self._swap(sent, likes, rank, self._begin(rank)[0])
-
-    def _swap(self, sent: Sent, likes: Likes, rank: int, key: str) -> list[tf.Tensor]:
-        group = self.groups.of(rank)
+        those of `likes`, in their order. `whole`: what they are parts of, if known."""
+        key, group = self._begin(rank, "swap" if whole else "", whole)
         for place, tensor in sent.items():
             if group[place] != rank:
                 self._hand.send(tensor, rank, group[place], key)
@@ -256,15 +209,15 @@ class InProcess(Transport):
             for place, like in likes.items()
         ]
 
-    def reduce_rows(
-        self, slices: tf.IndexedSlices, rank: int, *, summed: bool
-    ) -> tf.IndexedSlices:
-        """All rows at the first replica, by `join_rows`; elsewhere the own ones."""
+    def combine_at_first(
+        self, tensors: Tensors, rank: int, how: RowSum
+    ) -> list[tf.Tensor]:
+        """`combine` at the first replica; elsewhere the own list."""
         key, group = self._begin(rank)
-        root, key = group[0], f"{key}/first"
-        return self._hand.rows_at(slices, rank, root, group, key, summed=summed)
+        key = f"{key}/first"
+        return self._hand.combine_at(tensors, rank, group[0], group, key, how)
 
-    def broadcast_rows(self, slices: tf.IndexedSlices, rank: int) -> tf.IndexedSlices:
-        """The rows of the first replica, on all; their number may differ."""
+    def broadcast_lists(self, tensors: Tensors, rank: int) -> list[tf.Tensor]:
+        """The tensors of the first replica, on all; their lengths may differ."""
         key, group = self._begin(rank)
-        return self._hand.share_rows(slices, rank, group[0], group, f"{key}/all")
+        return self._hand.share_lists(tensors, rank, group[0], group, f"{key}/all")

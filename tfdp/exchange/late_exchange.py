@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfdp.exchange.link_calls import LinkCalls
 from tfdp.exchange.packing import Tensors
+from tfdp.exchange.sparse import sums_at_first
 from tfdp.hosts.async_exchanges import AsyncSums
 from tfdp.lint.registry import register_exchanged
 
@@ -56,7 +57,7 @@ class AsyncExchange:
         self,
         function: Callable[..., list[np.ndarray]],
         numbers: Tensors,
-        gradients: Sequence[tf.Tensor | tf.IndexedSlices],
+        gradients: Sequence[Any],
         clip: Callable[[list[tf.Tensor]], Sequence[tf.Tensor]],
         specs: Sequence[tf.TensorSpec],
         rank: int,
@@ -67,23 +68,13 @@ class AsyncExchange:
         gradients, clipped: of slices the values, each index once, and the indices.
         Every replica calls it, in a graph; `specs` are of the results.
         """
-        slices = [one for one in gradients if isinstance(one, tf.IndexedSlices)]
-        dense = [one for one in gradients if not isinstance(one, tf.IndexedSlices)]
-        sums = iter(self._inner.reduce(dense, rank))
-        joined = [self._inner.reduce_rows(one, rank, summed=True) for one in slices]
+        totals = sums_at_first(self._inner, gradients, rank)
         results: Any = specs
         if rank == FIRST:
-            of_slices = iter(joined)
-            totals = [
-                next(of_slices if isinstance(one, tf.IndexedSlices) else sums)
-                for one in gradients
-            ]
-            are_rows = [isinstance(total, tf.IndexedSlices) for total in totals]
-            pairs = list(zip(totals, are_rows, strict=True))
-            values = clip([total.values if rows else total for total, rows in pairs])
+            values = clip([value for value, *_ in totals])
             sent = list(numbers)
-            for (total, rows), value in zip(pairs, values, strict=True):
-                sent += [value, total.indices] if rows else [value]
+            for (_, *indices), value in zip(totals, values, strict=True):
+                sent += [value, *indices]
             results = self._outer.call(function, sent, specs)
         return self._inner.broadcast(results, rank)
 

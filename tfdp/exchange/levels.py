@@ -14,17 +14,10 @@ import tensorflow as tf
 from tfdp.exchange.in_process import InProcess
 from tfdp.exchange.late_exchange import AsyncExchange
 from tfdp.exchange.over_link import OverLink
-from tfdp.exchange.packing import (
-    Layouts,
-    Tensors,
-    elements_of,
-    to_shard,
-    whole_from_shards,
-    whole_specs,
-)
+from tfdp.exchange.packing import Tensors, whole_specs, wholes_from_parts
 from tfdp.exchange.sparse import RowSum
 from tfdp.exchange.transport import Transport
-from tfdp.plan.shards import ShardLayout
+from tfdp.plan.shards import Layouts, ShardLayout
 from tfdp.plan.topology import Groups, Topology
 
 FIRST = 0
@@ -58,10 +51,8 @@ class Levels(Transport):
         inner.orders_runs = True
         self.late: AsyncExchange = AsyncExchange(inner, outer)
         self._shards_over_hosts = shards_over_hosts
-        self._first_part = 0
-        if shards_over_hosts:
-            self.shard_parts = self.replicas
-            self._first_part = outer.part_of(FIRST) * inner.replicas
+        first = outer.part_of(FIRST) * inner.replicas
+        self._first_part = first if shards_over_hosts else 0
 
     def among(self, groups: Groups) -> Transport:
         """See `Transport`; only the first replica of a host may exchange across hosts.
@@ -73,6 +64,10 @@ class Levels(Transport):
         here = self.topology.within_hosts[self.outer.part_of(FIRST)]
         inside = groups.inside(here)
         return super().among(groups) if inside is None else self.inner.among(inside)
+
+    @property
+    def parts(self) -> int:
+        return self.replicas if self._shards_over_hosts else self.inner.replicas
 
     def part_of(self, rank: int) -> int:
         return self._first_part + rank
@@ -109,14 +104,12 @@ class Levels(Transport):
         """The sums of what the first replica of each host passes."""
         return self.outer.all_reduce(tensors, FIRST, label, wire_dtype)
 
-    def all_reduce_rows(
-        self, slices: tf.IndexedSlices, rank: int, how: RowSum
-    ) -> tf.IndexedSlices:
-        """See `Transport`. One set of rows per host crosses."""
-        rows = self.inner.reduce_rows(slices, rank, summed=how.summed)
+    def combine(self, tensors: Tensors, rank: int, how: RowSum) -> list[tf.Tensor]:
+        """See `Transport`. One list per host crosses."""
+        own = self.inner.combine_at_first(tensors, rank, how)
         if rank == FIRST:
-            rows = self.outer.all_reduce_rows(rows, FIRST, how)
-        return self.inner.broadcast_rows(rows, rank)
+            own = self.outer.combine(own, FIRST, how)
+        return self.inner.broadcast_lists(own, rank)
 
     def reduce_scatter(
         self, tensors: Tensors, layouts: Layouts, rank: int, label: str
@@ -133,7 +126,7 @@ class Levels(Transport):
         return [self._hand_out(total, layout, rank) for total, layout in pairs]
 
     def _hand_out(self, total: tf.Tensor, layout: ShardLayout, rank: int) -> tf.Tensor:
-        """Each replica's shard of what the first replica has: all of this host's."""
+        """Each replica's part of what the first replica has: all of this host's."""
         ranges, sent, likes = self._ranges(layout), {}, {}
         with tf.device(self.devices[rank]):
             if rank == FIRST:
@@ -143,31 +136,29 @@ class Levels(Transport):
                 start, stop = ranges[rank]
                 likes = {FIRST: tf.TensorSpec([stop - start], total.dtype)}
             got = self.inner.swap(sent, likes, rank)
-            own = got[0] if got else tf.zeros([0], total.dtype)
-            return to_shard(own, layout, self.part_of(rank))
+            return got[0] if got else tf.zeros([0], total.dtype)
 
     def all_gather(
-        self, shards: Tensors, layouts: Layouts, rank: int, label: str
+        self, parts: Tensors, layouts: Layouts, rank: int, label: str
     ) -> list[tf.Tensor]:
         if not self._shards_over_hosts:
-            return self.inner.all_gather(shards, layouts, rank, label)
-        pairs = zip(shards, layouts, strict=True)
+            return self.inner.all_gather(parts, layouts, rank, label)
+        pairs = zip(parts, layouts, strict=True)
         ranges = [self._range_at_first(*pair, rank) for pair in pairs]
-        wholes: Sequence[tf.Tensor | tf.TensorSpec] = whole_specs(shards, layouts)
+        wholes: Sequence[tf.Tensor | tf.TensorSpec] = whole_specs(parts, layouts)
         if rank == FIRST:
             of_hosts = self._of_hosts(layouts)
             wholes = self.outer.all_gather(ranges, of_hosts, FIRST, label)
         return self.inner.broadcast(wholes, rank)
 
     def _range_at_first(
-        self, shard: tf.Tensor, layout: ShardLayout, rank: int
+        self, own: tf.Tensor, layout: ShardLayout, rank: int
     ) -> tf.Tensor:
-        """This host's shards at its first replica; elsewhere the replica's own."""
+        """This host's parts at its first replica; elsewhere the replica's own."""
         ranges = self._ranges(layout)
         with tf.device(self.devices[rank]):
-            own = elements_of(shard, layout, self.part_of(rank))
             likes = {
-                place: tf.TensorSpec([stop - start], shard.dtype)
+                place: tf.TensorSpec([stop - start], own.dtype)
                 for place, (start, stop) in ranges.items()
                 if rank == FIRST
             }
@@ -175,18 +166,12 @@ class Levels(Transport):
             parts = self.inner.swap(sent, likes, rank)
             return tf.concat(parts, axis=0) if parts else own
 
-    def join_shards(
-        self, shards: Tensors, layout: ShardLayout, label: str
-    ) -> tf.Tensor:
-        """The whole tensor, in cross-replica context, from this process's shards."""
+    def join(self, parts: Tensors, layout: ShardLayout, label: str) -> tf.Tensor:
+        """The whole tensor, in cross-replica context, from this process's parts."""
         if not self._shards_over_hosts:
-            return whole_from_shards(shards, layout)
+            return wholes_from_parts([parts], [layout])[0]
         with tf.device(self.devices[FIRST]):
-            own = [
-                elements_of(shard, layout, self.part_of(rank))
-                for rank, shard in enumerate(shards)
-            ]
-            ours = tf.concat(own, axis=0)
+            ours = tf.concat(parts, axis=0)
         [whole] = self.outer.all_gather([ours], self._of_hosts([layout]), FIRST, label)
         return whole
 
@@ -194,7 +179,7 @@ class Levels(Transport):
         return [layout.of_hosts(self.inner.replicas) for layout in layouts]
 
     def _ranges(self, layout: ShardLayout) -> dict[int, tuple[int, int]]:
-        """The begin and end of non-empty shards among this host's, by replica."""
+        """The begin and end of non-empty parts among this host's, by replica."""
         begin, _ = layout.bounds(self._first_part)
         bounds = [layout.bounds(self.part_of(r)) for r in range(self.inner.replicas)]
         return {

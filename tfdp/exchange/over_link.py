@@ -10,12 +10,12 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp.exchange.link_calls import LinkCalls
-from tfdp.exchange.packing import Layouts, PackedSmall, Tensors
-from tfdp.exchange.sparse import RowSum, table_shape
+from tfdp.exchange.packing import PackedSmall, Tensors, whole_specs
+from tfdp.exchange.sparse import RowSum
 from tfdp.exchange.transport import Transport
 from tfdp.exchange.wire_types import fitting_wire_dtype
 from tfdp.hosts.host_link import HostLink
-from tfdp.hosts.row_sums import RowExchange
+from tfdp.plan.shards import Layouts
 from tfdp.plan.topology import Topology
 
 
@@ -23,7 +23,7 @@ class OverLink(Transport):
     """Moves tensors between hosts: the first replica of each calls it, as rank 0.
 
     Each call is a Python callback, one after the other in the order of the trace, which
-    is the same on every host. Shards are flat and not padded.
+    is the same on every host.
 
     Cost per host: 2 n (H - 1) / H bytes on the wire to add n bytes on H hosts, half of
     that to scatter the sums or to gather shards. Adjacent small tensors of a bucket
@@ -35,7 +35,7 @@ class OverLink(Transport):
         self.link = link
         self.name = link.name
         self.wire_dtype = wire_dtype
-        self.replicas = self.shard_parts = link.workers
+        self.replicas = link.workers
         self._calls = LinkCalls()
 
     def part_of(self, rank: int) -> int:
@@ -81,26 +81,9 @@ class OverLink(Transport):
 
             return small.unpack(self.call(exchange, small.packed, small.packed))
 
-    def all_reduce_rows(
-        self, slices: tf.IndexedSlices, rank: int, how: RowSum
-    ) -> tf.IndexedSlices:
-        """See `Transport`. One exchange, or the whole table where that is smaller: see
-        `RowExchange`."""
-        exchange = RowExchange(
-            table_shape(slices) if how.summed else None,
-            how.label,
-            fitting_wire_dtype([slices.values], how.wire_dtype),
-            how.summed,
-        )
-        values, indices = self.call(
-            lambda values, indices: list(exchange(self.link, values, indices)),
-            [slices.values, slices.indices],
-            [
-                tf.TensorSpec([None, *slices.values.shape[1:]], slices.values.dtype),
-                tf.TensorSpec([None], slices.indices.dtype),
-            ],
-        )
-        return tf.IndexedSlices(values, indices, slices.dense_shape)
+    def combine(self, tensors: Tensors, rank: int, how: RowSum) -> list[tf.Tensor]:
+        like = [tf.TensorSpec([None, *one.shape[1:]], one.dtype) for one in tensors]
+        return self.call(how.between_hosts(tensors, self.link), tensors, like)
 
     def reduce_scatter(
         self, tensors: Tensors, layouts: Layouts, rank: int, label: str
@@ -123,7 +106,7 @@ class OverLink(Transport):
             )
 
     def all_gather(
-        self, shards: Tensors, layouts: Layouts, rank: int, label: str
+        self, parts: Tensors, layouts: Layouts, rank: int, label: str
     ) -> list[tf.Tensor]:
         """The whole tensors, from each host's range; also in cross-replica context."""
         ranges, channel = self._ranges(layouts), self._calls.channel
@@ -135,11 +118,7 @@ class OverLink(Transport):
                 for whole, layout in zip(wholes, layouts, strict=True)
             ]
 
-        like = [
-            tf.TensorSpec(layout.shape, shard.dtype)
-            for shard, layout in zip(shards, layouts, strict=True)
-        ]
-        return self.call(gather, list(shards), like)
+        return self.call(gather, list(parts), whole_specs(parts, layouts))
 
     def gather(self, tensor: tf.Tensor, rank: int) -> tf.Tensor:
         """The rows of all hosts; also in cross-replica context."""

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import tensorflow as tf
 
-from tfdp._private.step_ops import delay
-from tfdp.exchange.in_process import InProcess
-from tfdp.exchange.packing import (
-    Layouts,
-    Tensors,
-    shard_of,
-    whole_from_shards,
-    with_static_shape,
+from tfdp.exchange.packing import Tensors
+from tfdp.exchange.sparse import (
+    RowSum,
+    merge_rows,
+    sum_slices,
+    travels_dense,
+    with_values,
 )
-from tfdp.exchange.sparse import RowSum, merge_rows, travels_dense
 from tfdp.exchange.transport import Transport
 from tfdp.lint.registry import register_exchanged
 from tfdp.plan.buckets import (
@@ -27,9 +25,8 @@ from tfdp.plan.buckets import (
     plan_buckets,
     predecessors,
 )
-from tfdp.plan.communication import Communication
+from tfdp.plan.communication import APART, Communication, Sending
 from tfdp.plan.compression import Compression
-from tfdp.plan.shards import ShardLayout
 
 if TYPE_CHECKING:
     from tfdp.exchange.compressed import CompressedSums
@@ -76,21 +73,16 @@ class Reducer:
         gradients: Sequence[Value],
         state: Tensors,
         rank: Any,
-        *,
-        sum_rows: bool = False,
-        at_once: bool = False,
+        how: Sending = APART,
     ) -> tuple[list[Value], list[tf.Tensor]]:
         """The sums of gradients, and of other small values; see `all_reduce`.
 
         Both share buckets, unless gradients are rounded (`Communication.wire_dtype`).
-        With `sum_rows`, or `Communication(repeated_rows="sum")`, rows of equal index of
-        a `tf.IndexedSlices` are added before they travel, and the result has each index
-        once, or is dense. `at_once` packs all buckets into one where they fit: for
-        values that become ready together.
+        `Communication(repeated_rows="sum")` is as `Sending.sum_rows`.
         """
         adds_repeated = self.communication.repeated_rows == "sum"
         # A compiler has no dynamic lengths.
-        sum_rows = (sum_rows or adds_repeated) and not self.transport.is_compiled
+        sum_rows = (how.sum_rows or adds_repeated) and not self.transport.is_compiled
         if self.transport.replicas == 1:  # nothing travels, but Adam must do the same
             own = [
                 merge_rows(g)
@@ -101,14 +93,11 @@ class Reducer:
             return own, list(state)
         gradients = [_as_sent(g, sum_rows) for g in gradients]
         if self.transport.wire_dtype is None:
-            # Only non-default arguments: benchmarks replace this method.
-            options = {"sum_rows": True} if sum_rows else {}
-            options |= {"at_once": True} if at_once else {}
-            sums = self.all_reduce([*gradients, *state], rank, **options)
+            how = Sending(sum_rows, how.at_once)
+            sums = self.all_reduce([*gradients, *state], rank, how=how)
             return sums[: len(gradients)], sums[len(gradients) :]
-        rounded = self._by_buckets(
-            gradients, rank, self.transport.wire_dtype, sum_rows=sum_rows
-        )
+        how = Sending(sum_rows)
+        rounded = self._by_buckets(gradients, rank, how, self.transport.wire_dtype)
         return rounded, self.all_reduce(state, rank)
 
     def all_reduce(
@@ -117,8 +106,7 @@ class Reducer:
         rank: Any,
         *,
         mean: bool = False,
-        sum_rows: bool = False,
-        at_once: bool = False,
+        how: Sending = APART,
     ) -> list[Value]:
         """The sum (or mean) of each value over all replicas, on each of them.
 
@@ -132,18 +120,18 @@ class Reducer:
         times those of a host, each index once with `sum_rows`, and then at most twice
         the cost of the whole table: see `tfdp.hosts.row_sums`.
         """
-        sums = self._by_buckets(values, rank, sum_rows=sum_rows, at_once=at_once)
-        is_mean = mean and self.transport.replicas > 1
-        return [self._mean(value) for value in sums] if is_mean else sums
+        sums = self._by_buckets(values, rank, how)
+        replicas = self.transport.replicas
+        if not mean or replicas == 1:
+            return sums
+        return [with_values(each, lambda part: part / replicas) for each in sums]
 
     def _by_buckets(
         self,
         values: Sequence[Value],
         rank: Any,
+        how: Sending,
         wire_dtype: str | None = None,
-        *,
-        sum_rows: bool = False,
-        at_once: bool = False,
     ) -> list[Value]:
         """The sums: dense values bucket by bucket, then slices."""
         values = [
@@ -160,7 +148,7 @@ class Reducer:
         }
         dense = [i for i, v in enumerate(values) if isinstance(v, tf.Tensor)]
         buckets = self.plan([values[i] for i in dense])
-        if at_once and self.transport.reduces_buckets:
+        if how.at_once and self.transport.reduces_buckets:
             buckets = merge_if_fits(buckets, self.communication.bucket_bytes)
         for number, bucket in enumerate(buckets, start=1):
             places = [dense[i] for i in bucket.indices]
@@ -173,100 +161,10 @@ class Reducer:
         for number, place in enumerate(sparse, start=1):
             with tf.name_scope("tfdp_all_reduce_rows"):
                 label = f"table {number} of {len(sparse)}"
-                how = RowSum(label, sum_rows, wire_dtype)
-                rows = self.transport.all_reduce_rows(values[place], rank, how)
+                table = RowSum(label, how.sum_rows, wire_dtype)
+                rows = sum_slices(self.transport, values[place], rank, table)
                 reduced[place] = register_exchanged(rows)
         return [reduced[place] for place in range(len(values))]
-
-    def reduce_scatter(
-        self,
-        gradients: Sequence[Value],
-        layouts: Layouts,
-        rank: Any,
-        *,
-        in_turn: bool = False,
-        label: str = "",
-    ) -> list[tf.Tensor]:
-        """This replica's shard of the sum of each gradient, bucket by bucket.
-
-        With `in_turn` gradients wait until earlier buckets are summed, except for
-        `Communication.bucket_bytes` of them, or little more: so few whole gradients are
-        in memory, however far ahead one replica is. Hosts compare `label`.
-
-        Cost: per replica n (N - 1) / N bytes on the wire for n bytes of gradients.
-        """
-        return self._exchange_by_bucket(
-            self.transport.reduce_scatter,
-            with_static_shape(gradients, layouts),
-            layouts,
-            rank,
-            "reduce_scatter",
-            in_turn,
-            label,
-        )
-
-    def all_gather(
-        self, shards: Tensors, layouts: Layouts, rank: Any
-    ) -> list[tf.Tensor]:
-        """The whole tensors, in the order of `shards`, on every replica.
-
-        Cost: per replica n (N - 1) / N bytes on the wire for n bytes of tensors.
-        """
-        # Planned in reverse, because plans begin at the last tensor and the first
-        # layers' weights are needed first.
-        gathered = self._exchange_by_bucket(
-            self.transport.all_gather,
-            shards[::-1],
-            layouts[::-1],
-            rank,
-            "all_gather",
-            planned=_mean_shards(shards, layouts)[::-1],
-        )
-        return gathered[::-1]
-
-    def join_shards(
-        self, shards: Tensors, layout: ShardLayout, label: str
-    ) -> tf.Tensor:
-        """The whole tensor from this process's shards, in cross-replica context."""
-        if self.transport.join_shards is None:
-            return whole_from_shards(shards, layout)
-        whole: tf.Tensor = self.transport.join_shards(shards, layout, label)
-        return whole
-
-    def _exchange_by_bucket(
-        self,
-        exchange: Callable[..., list[tf.Tensor]],
-        tensors: Tensors,
-        layouts: Sequence[Any],
-        rank: Any,
-        kind: str,
-        in_turn: bool = False,
-        label: str = "",
-        planned: Sequence[tf.TensorSpec] | None = None,
-    ) -> list[tf.Tensor]:
-        """`planned`: tensors of the sizes by which buckets are planned; the default is
-        those that travel, of equal sizes on all replicas."""
-        results: dict[int, tf.Tensor] = {}
-        buckets = self.plan(tensors if planned is None else planned)
-        of = f" {label}" if label else ""
-        waits_for = predecessors(buckets, between_bytes=self.communication.bucket_bytes)
-        for number, bucket in enumerate(buckets, start=1):
-            earlier = waits_for[number - 1]
-            # A compiler orders what it compiles.
-            if in_turn and earlier is not None and not self.transport.is_compiled:
-                until = [results[i] for i in buckets[earlier].indices]
-                for place in bucket.indices:
-                    delay(tensors[place], until)
-            with tf.name_scope(f"tfdp_{kind}"):
-                exchanged = exchange(
-                    [tensors[i] for i in bucket.indices],
-                    [layouts[i] for i in bucket.indices],
-                    rank,
-                    f"{kind}{of} of bucket {number} of {len(buckets)}",
-                )
-            register_exchanged(exchanged)
-            results.update(zip(bucket.indices, exchanged, strict=True))
-        return [results[place] for place in range(len(tensors))]
 
     def plan(self, tensors: Sequence[tf.Tensor | tf.TensorSpec]) -> tuple[Bucket, ...]:
         infos = [describe(tensor) for tensor in tensors]
@@ -276,40 +174,11 @@ class Reducer:
             first = self.communication.first_bucket_bytes
         return plan_buckets(infos, bucket_bytes=most, first_bucket_bytes=first)
 
-    def _mean(self, value: Value) -> Value:
-        replicas = self.transport.replicas
-        if isinstance(value, tf.IndexedSlices):
-            return tf.IndexedSlices(
-                value.values / replicas, value.indices, value.dense_shape
-            )
-        return value / replicas
-
-    def reshard(
-        self, shards: Tensors, before: Layouts, after: Layouts, rank: Any
-    ) -> list[tf.Tensor]:
-        """This replica's shards by the layouts `after`, from all shards by `before`.
-
-        Cost: that of `all_gather`; in one process, only what another replica has of a
-        shard is sent.
-        """
-        transport = self.transport
-
-        def exchange(
-            shards: Tensors, pairs: Sequence[Any], rank: Any, label: str
-        ) -> list[tf.Tensor]:
-            old, new = zip(*pairs, strict=True)
-            if isinstance(transport, InProcess):
-                return transport.reshard(shards, old, new, rank, label)
-            wholes = transport.all_gather(shards, old, rank, label)
-            part = transport.part_of(rank)
-            with tf.device(transport.devices[rank]):
-                return [shard_of(*one, part) for one in zip(wholes, new, strict=True)]
-
-        pairs = list(zip(before, after, strict=True))
-        planned = _mean_shards(shards, before)
-        return self._exchange_by_bucket(
-            exchange, shards, pairs, rank, "reshard", planned=planned
-        )
+    def predecessors(self, buckets: Sequence[Bucket]) -> Sequence[int | None]:
+        """The bucket that each waits for, in turn; a compiler orders by itself."""
+        if self.transport.is_compiled:
+            return [None] * len(buckets)
+        return predecessors(buckets, between_bytes=self.communication.bucket_bytes)
 
     def compressed_by(self, method: Compression, across: str) -> CompressedSums:
         """Sums of values that `method`, of `tfdp.compression`, compresses.
@@ -329,16 +198,6 @@ class Reducer:
         within = transport.among(topology.within_hosts)
         return CompressedSums(method, among, within, self.communication)
 
-    def sum_of_shards(self, value: tf.Tensor, rank: Any) -> tf.Tensor:
-        """The sum over the shards of each replica's small value, of equal shapes."""
-        if self.transport.shard_parts < self.transport.replicas:
-            # The first host's on all: "the same arithmetic on all" in docs/house.md.
-            sums = self.within_hosts.all_reduce([value], rank)
-            [total] = self.transport.broadcast(sums, rank)
-        else:
-            [total] = self.transport.all_reduce([value], rank, "sum of shards")
-        return register_exchanged(total)
-
 
 def reducer_of(strategy: Any) -> Reducer | None:
     """The reducer of tfdp on CPUs and GPUs; None: a stock strategy, or a TPU's."""
@@ -352,14 +211,6 @@ def _as_sent(gradient: Value, sum_rows: bool) -> Value:
     if isinstance(gradient, tf.IndexedSlices) and sum_rows and travels_dense(gradient):
         return tf.convert_to_tensor(gradient)
     return gradient
-
-
-def _mean_shards(shards: Tensors, layouts: Layouts) -> list[tf.TensorSpec]:
-    """A shard of the mean size of each tensor: the same on all replicas."""
-    return [
-        tf.TensorSpec([layout.shard_elements], shard.dtype)
-        for shard, layout in zip(shards, layouts, strict=True)
-    ]
 
 
 def describe(tensor: tf.Tensor | tf.TensorSpec) -> TensorInfo:

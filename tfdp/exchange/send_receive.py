@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfdp.exchange.ordering import ReplicaTokens, run_independently
 from tfdp.exchange.packing import Tensors
-from tfdp.exchange.sparse import join_rows
+from tfdp.exchange.sparse import RowSum
 from tfdp.exchange.traffic import TrafficCount
 
 
@@ -68,48 +68,41 @@ class SendReceive:
                 self.send(tensor, rank, peer, key)
         return tensor
 
-    def rows_at(
+    def combine_at(
         self,
-        slices: tf.IndexedSlices,
+        tensors: Tensors,
         rank: int,
         root: int,
         group: Sequence[int],
         key: str,
-        *,
-        summed: bool,
-    ) -> tf.IndexedSlices:
-        """The rows of `group` at `root`, by `join_rows`; elsewhere the sent ones."""
+        how: RowSum,
+    ) -> list[tf.Tensor]:
+        """The lists of `group`, combined at `root`; elsewhere the sent one."""
+        places = list(enumerate(tensors))
         if rank != root:
-            self.send(slices.values, rank, root, f"{key}/values")
-            self.send(slices.indices, rank, root, f"{key}/indices")
-            return slices
+            for place, tensor in places:
+                self.send(tensor, rank, root, f"{key}/{place}")
+            return list(tensors)
         parts = [
-            slices
+            tensors
             if peer == rank
-            else tf.IndexedSlices(
-                self.receive(slices.values, peer, rank, f"{key}/values", partly=True),
-                self.receive(slices.indices, peer, rank, f"{key}/indices", partly=True),
-                slices.dense_shape,
-            )
+            else [
+                self.receive(tensor, peer, rank, f"{key}/{place}", partly=True)
+                for place, tensor in places
+            ]
             for peer in group
         ]
         with tf.device(self.devices[rank]):
-            return join_rows(parts, summed=summed)
+            return how.combine(parts)
 
-    def share_rows(
-        self,
-        slices: tf.IndexedSlices,
-        rank: int,
-        root: int,
-        group: Sequence[int],
-        key: str,
-    ) -> tf.IndexedSlices:
-        """The root's rows, on every member of `group`; their number may differ."""
-        values, indices = (
-            self._share_part(part, rank, root, group, f"{key}/{name}")
-            for name, part in [("values", slices.values), ("indices", slices.indices)]
-        )
-        return tf.IndexedSlices(values, indices, slices.dense_shape)
+    def share_lists(
+        self, tensors: Tensors, rank: int, root: int, group: Sequence[int], key: str
+    ) -> list[tf.Tensor]:
+        """The root's tensors, on every member of `group`; their lengths may differ."""
+        return [
+            self._share_part(tensor, rank, root, group, f"{key}/{place}")
+            for place, tensor in enumerate(tensors)
+        ]
 
     def _share_part(
         self, part: tf.Tensor, rank: int, root: int, group: Sequence[int], key: str

@@ -7,12 +7,14 @@ of equal index. They may be added earlier where the update is the same: see
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from tfdp._private import names
+from tfdp.exchange.packing import Tensors
 
 # A smaller table's gradient goes into a bucket: an exchange of its own costs more.
 SMALL_TABLE_BYTES = 16 * 2**10
@@ -20,27 +22,95 @@ SMALL_TABLE_BYTES = 16 * 2**10
 ADDED_AS = {tf.float16: tf.float32, tf.bfloat16: tf.float32}
 
 
-class RowSum(NamedTuple):
-    """How rows of a table are added.
+@dataclasses.dataclass(frozen=True)
+class RowSum:
+    """How rows of a table are added, for `Transport.combine` of values and indices.
 
     Args:
       label: names the exchange.
       summed: add rows of equal index before and after they travel, so that each index
         is returned once. False: all rows, in rank order.
       wire_dtype: the type of float values between hosts; None: their own.
+      dense_shape: that of the table.
     """
 
     label: str
     summed: bool
-    wire_dtype: str | None
+    wire_dtype: str | None = None
+    dense_shape: tf.Tensor | None = None
+
+    def combine(self, parts: Sequence[Tensors]) -> list[tf.Tensor]:
+        """The rows of all parts, by `join_rows`."""
+        slices = [tf.IndexedSlices(*part, self.dense_shape) for part in parts]
+        joined = join_rows(slices, summed=self.summed)
+        return [joined.values, joined.indices]
+
+    def between_hosts(self, rows: Tensors, link: Any) -> Callable[..., list]:
+        """The function that combines the arrays of all hosts of `link`: one exchange,
+        or the whole table where that is smaller."""
+        from tfdp.exchange.wire_types import fitting_wire_dtype
+        from tfdp.hosts.row_sums import RowExchange
+
+        table = _table_shape(self.dense_shape) if self.summed else None
+        fitting = fitting_wire_dtype(rows[:1], self.wire_dtype)
+        exchange = RowExchange(table, self.label, fitting, self.summed)
+        return lambda *arrays: list(exchange(link, *arrays))
+
+    def narrow(self, rows: Tensors) -> list[tf.Tensor]:
+        """The rows in types that a compiler's exchanges add."""
+        from tfdp.exchange.wire_types import fitting_wire_dtype
+
+        values, indices = rows
+        fitting = fitting_wire_dtype([values], self.wire_dtype)
+        # A row of a table: 32 bits are enough, and XLA does not add 64.
+        return [tf.cast(values, fitting or values.dtype), tf.cast(indices, tf.int32)]
 
 
-def map_values(function: Callable[[tf.Tensor], Any], gradient: Any) -> Any:
-    """`function` of a gradient, or of the values of rows, which keep their indices."""
+def sum_slices(
+    transport: Any, slices: tf.IndexedSlices, rank: Any, how: RowSum
+) -> tf.IndexedSlices:
+    """The sum over all replicas of any number of rows of a table, as rows."""
+    how = dataclasses.replace(how, dense_shape=slices.dense_shape)
+    rows = transport.combine([slices.values, slices.indices], rank, how)
+    return tf.IndexedSlices(*rows, slices.dense_shape)
+
+
+def sums_at_first(
+    transport: Any, gradients: Sequence[Any], rank: int
+) -> list[list[tf.Tensor]]:
+    """The sums at the first replica, of slices the values, each index once, and the
+    indices; elsewhere unspecified tensors. `transport` is an `InProcess`."""
+    dense = [one for one in gradients if not isinstance(one, tf.IndexedSlices)]
+    sums = iter(transport.reduce(dense, rank))
+    return [
+        transport.combine_at_first(
+            [one.values, one.indices], rank, RowSum("", True, None, one.dense_shape)
+        )
+        if isinstance(one, tf.IndexedSlices)
+        else [next(sums)]
+        for one in gradients
+    ]
+
+
+def values_of(gradient: Any) -> tf.Tensor:
+    """A dense gradient itself; of slices the values."""
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def with_values(gradient: Any, function: Callable[[tf.Tensor], tf.Tensor]) -> Any:
+    """The function's result for a dense gradient; slices stay slices."""
     if not isinstance(gradient, tf.IndexedSlices):
         return function(gradient)
     values = function(gradient.values)
     return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+
+
+def values_once(gradient: Any) -> tf.Tensor:
+    """A dense gradient itself; of slices the values, those of equal index added."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    rows, places = tf.unique(gradient.indices)
+    return tf.math.unsorted_segment_sum(gradient.values, places, tf.size(rows))
 
 
 def merge_rows(slices: tf.IndexedSlices) -> tf.IndexedSlices:
@@ -77,17 +147,15 @@ def join_rows(parts: list[tf.IndexedSlices], *, summed: bool) -> tf.IndexedSlice
     return merge_rows(first) if summed else first
 
 
-def table_shape(slices: tf.IndexedSlices) -> tuple[int, ...] | None:
+def _table_shape(dense_shape: tf.Tensor | None) -> tuple[int, ...] | None:
     """The shape of the table; None where it is unknown before the step runs."""
-    if slices.dense_shape is None:
-        return None
-    known = tf.get_static_value(slices.dense_shape)
+    known = None if dense_shape is None else tf.get_static_value(dense_shape)
     return None if known is None else tuple(int(size) for size in known)
 
 
 def travels_dense(slices: tf.IndexedSlices) -> bool:
     """Whether the table costs less than an exchange of rows; equal on all hosts."""
-    shape = table_shape(slices)
+    shape = _table_shape(slices.dense_shape)
     if shape is None:
         return False
     return tf.TensorShape(shape).num_elements() * slices.dtype.size <= SMALL_TABLE_BYTES

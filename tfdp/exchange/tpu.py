@@ -14,10 +14,12 @@ import tensorflow as tf
 
 from tfdp._private.tpu_names import xla_reduce_scatter
 from tfdp.errors import CollectiveError
-from tfdp.exchange.packing import Layouts, Tensors, join_rows, to_rows
+from tfdp.exchange.packing import Tensors
+from tfdp.exchange.shards import join_rows, to_rows
 from tfdp.exchange.sparse import RowSum
 from tfdp.exchange.transport import Transport
 from tfdp.exchange.wire_types import is_wider_float
+from tfdp.plan.shards import Layouts
 from tfdp.plan.topology import Topology
 
 # What XLA's sum takes (tpu_strategy.py, _DTYPES_SUPPORTED_BY_CROSS_REPLICA_SUM).
@@ -35,7 +37,7 @@ class CrossReplica(Transport):
 
     name = "cross_replica_sum"
     #: XLA orders exchanges, and has no dynamic lengths.
-    is_compiled = True
+    is_compiled = pads_parts = True
 
     def __init__(
         self,
@@ -81,28 +83,20 @@ class CrossReplica(Transport):
         sent = [_cast(tensor, self.wire_dtype) for tensor in tensors]
         # One exchange each: XLA starts it as soon as the gradient exists.
         rows_to_send = to_rows(sent, layouts)
-        shards = [self._ops.scatter_sum(rows, rank) for rows in rows_to_send]
-        return _as_given(shards, tensors)
+        parts = [self._ops.scatter_sum(rows, rank) for rows in rows_to_send]
+        return _as_given(parts, tensors)
 
     def all_gather(
-        self, shards: Tensors, layouts: Layouts, rank: Any, label: str
+        self, parts: Tensors, layouts: Layouts, rank: Any, label: str
     ) -> list[tf.Tensor]:
         """See `Transport`. Cost: n (N - 1) / N bytes per replica for n bytes."""
-        return join_rows(self._ops.gather(tf.concat(shards, axis=0)), layouts)
+        return join_rows(self._ops.gather(tf.concat(parts, axis=0)), layouts)
 
-    def all_reduce_rows(
-        self, slices: tf.IndexedSlices, rank: Any, how: RowSum
-    ) -> tf.IndexedSlices:
-        """See `Transport`. Rows cost N times their own size: XLA has no other gather,
-        and no dynamic lengths, so none are added first."""
-        values = self.gather(_cast(slices.values, how.wire_dtype), rank)
-        # A row of a table: 32 bits are enough, and XLA does not add 64.
-        indices = self.gather(tf.cast(slices.indices, tf.int32), rank)
-        return tf.IndexedSlices(
-            tf.cast(values, slices.dtype),
-            tf.cast(indices, slices.indices.dtype),
-            slices.dense_shape,
-        )
+    def combine(self, tensors: Tensors, rank: Any, how: RowSum) -> list[tf.Tensor]:
+        """See `Transport`. Lists cost N times their own size: XLA has no other gather,
+        and no dynamic lengths, so none are combined first."""
+        gathered = [self.gather(tensor, rank) for tensor in how.narrow(tensors)]
+        return _as_given(gathered, tensors)
 
     def gather(self, tensor: tf.Tensor, rank: Any) -> tf.Tensor:
         """All replicas' rows, of one number, in rank order: a sum of one-hot parts."""

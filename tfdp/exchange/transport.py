@@ -13,9 +13,10 @@ import tensorflow as tf
 
 from tfdp.errors import CollectiveError
 from tfdp.exchange.ordering import ReplicaOrder
-from tfdp.exchange.packing import Layouts, Tensors
-from tfdp.exchange.sparse import RowSum, join_rows, merge_rows
+from tfdp.exchange.packing import Tensors
+from tfdp.exchange.sparse import RowSum
 from tfdp.exchange.traffic import TrafficCount
+from tfdp.plan.shards import Layouts
 from tfdp.plan.topology import Groups, Topology
 
 # TensorFlow's names of collective implementations -> readable ones.
@@ -54,14 +55,18 @@ class Transport(abc.ABC):
     late: Any = None
     #: Which implementation TensorFlow's collectives use; "": they are not used.
     hint: str = ""
-    #: Joins shards of several hosts, as `Levels.join_shards`; None: all are in here.
-    join_shards: Any = None
+    #: Whether the parts of a tensor travel padded to one length.
+    pads_parts: bool = False
+    #: Joins parts of several hosts, as `Levels.join`; None: all are in here.
+    join: Any = None
+    #: Sends tensors to chosen replicas, as `InProcess.swap`; None: it cannot.
+    swap: Any = None
 
     def __init__(self, devices: Sequence[str], topology: Topology):
         self.devices = tuple(devices)
         self.topology, self.groups = topology, topology.everyone
-        #: The replicas of the largest group, on all hosts; and the shards of a tensor.
-        self.replicas = self.shard_parts = len(self.devices)
+        #: The replicas of the largest group, on all hosts.
+        self.replicas = len(self.devices)
         self.traffic = TrafficCount(len(self.devices))
         self.order = ReplicaOrder(len(self.devices))
 
@@ -79,11 +84,16 @@ class Transport(abc.ABC):
             )
         part = copy.copy(self)
         part.groups = groups
-        part.replicas = part.shard_parts = max(map(len, groups))
+        part.replicas = max(map(len, groups))
         return part
 
+    @property
+    def parts(self) -> int:
+        """The number of parts of a tensor."""
+        return self.replicas
+
     def part_of(self, rank: Any) -> int:
-        """The shard of this process's replica `rank`: its place in its group."""
+        """The part of this process's replica `rank`: its place in its group."""
         return self.groups.place_of(rank)
 
     @property
@@ -129,37 +139,32 @@ class Transport(abc.ABC):
         """The sums at the first replica; elsewhere unspecified tensors."""
         return self.all_reduce(tensors, rank, "sum")
 
-    def all_reduce_rows(
-        self, slices: tf.IndexedSlices, rank: Any, how: RowSum
-    ) -> tf.IndexedSlices:
-        """The sum over all replicas of any number of rows of a table, as rows.
+    def combine(self, tensors: Tensors, rank: Any, how: RowSum) -> list[tf.Tensor]:
+        """The lists of all replicas, combined to one by `how`, on each of them.
 
-        Cost: (N - 1) times the bytes of values and indices per replica, in two
-        exchanges of one level: replicas that forward rows cannot add them.
+        Tensors have an axis at least; its length may differ between replicas.
+
+        Cost: (N - 1) times the bytes of a list per replica, in an exchange of one level
+        for each tensor: replicas that forward lists cannot combine them.
         """
-        if how.summed:
-            slices = merge_rows(slices)
-        gathered = tf.IndexedSlices(
-            values=self.gather(slices.values, rank),
-            indices=self.gather(slices.indices, rank),
-            dense_shape=slices.dense_shape,
-        )
-        return join_rows([gathered], summed=how.summed)
+        own = how.combine([tensors])
+        return how.combine([[self.gather(tensor, rank) for tensor in own]])
 
     @abc.abstractmethod
     def reduce_scatter(
         self, tensors: Tensors, layouts: Layouts, rank: Any, label: str
     ) -> list[tf.Tensor]:
-        """This replica's shards of the sums of several whole tensors of one type.
+        """This replica's parts of the sums of several whole tensors of one type.
 
-        `layouts` cut each into `shard_parts` parts, padded as by `to_shard`.
+        `layouts` cut each into `parts`. A part is flat, and not padded; but a transport
+        that pads them all (`pads_parts`) gives and takes padded ones.
         """
 
     @abc.abstractmethod
     def all_gather(
-        self, shards: Tensors, layouts: Layouts, rank: Any, label: str
+        self, parts: Tensors, layouts: Layouts, rank: Any, label: str
     ) -> list[tf.Tensor]:
-        """The whole tensors, on all replicas, from all shards."""
+        """The whole tensors, on all replicas, from all parts."""
 
     @abc.abstractmethod
     def gather(self, tensor: tf.Tensor, rank: Any) -> tf.Tensor:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 from tfdp.errors import ConfigurationError
 from tfdp.plan.options import OPTIONS, SHARD_STAGES, Given, refuse_options
@@ -160,6 +161,9 @@ class ShardLayout:
         """
         hosts, joined = self.parts // replicas_per_host, self.shard_elements
         return _JoinedShards(self.shape, hosts, joined * replicas_per_host)
+
+
+Layouts: TypeAlias = Sequence[ShardLayout]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -207,7 +207,7 @@ def _total_over_shards(own: Sequence[Any], shards: ShardUpdates) -> list[tf.Tens
     """Sums scalars over the replicas that hold the shards."""
     dtype = _dtype_of_norms(own)
     stacked = tf.stack([tf.cast(value, dtype) for value in own])
-    return tf.unstack(shards.reducer.sum_of_shards(stacked, current_rank()))
+    return tf.unstack(shards.reducer.sum_over(stacked, current_rank()))
 
 
 def _then_gather(

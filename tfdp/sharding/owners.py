@@ -91,7 +91,7 @@ def _build(optimizer: Any, variables: Sequence[Any]) -> None:
     if rule is None:
         build(variables)
         return
-    if shards.reducer.transport.is_compiled:
+    if shards.transport.is_compiled:
         raise ConfigurationError(
             f"The optimizer {type(optimizer).__name__} cannot update shards on a TPU: "
             "it updates whole matrices, each on one replica, and there one program "

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfdp._private.names import current_rank
 from tfdp._private.tpu_names import assign_in_replica, in_tpu_replica, read_stored
-from tfdp.exchange.packing import shard_of
+from tfdp.exchange.shards import shard_of
 from tfdp.sharding.updates import ShardUpdates
 from tfdp.sharding.variables import ShardedVariable, ShardUpdatedVariable, updating_rank
 from tfdp.variables.tpu import AssignedInReplica, TPUReplicaVariable

@@ -16,8 +16,8 @@ from tfdp._private.keras_layers import autocast_dtype
 from tfdp._private.optimizer_hooks import ACCUMULATOR_NAME
 from tfdp.errors import ConfigurationError
 from tfdp.exchange.ordering import exchanges_of
-from tfdp.exchange.packing import copied_shard, elements_of, shard_of
 from tfdp.exchange.reducer import Reducer
+from tfdp.exchange.shards import ShardReducer, copied_shard, elements_of, shard_of
 from tfdp.lint.registry import key_of, register
 from tfdp.lint.values import Term, Value
 from tfdp.plan.shards import OwnedLayout, Sharding, ShardLayout
@@ -62,14 +62,14 @@ class ShardUpdates:
         sharding: Sharding,
     ):
         self.stage = sharding.stage
-        self.reducer = reducer
+        self.transport, self.reducer = reducer.transport, ShardReducer(reducer)
         self._strategy = strategy
         self._devices = devices
         self._min_bytes = sharding.min_bytes
         self._is_offloading = sharding.offloads
         self._updates_on_host = sharding.offloads
         #: What the replica of each part has to update of whole matrices.
-        self.loads = [0] * reducer.transport.shard_parts
+        self.loads = [0] * self.transport.parts
         # The layout of state that is created anew.
         self._layout_to_make: ShardLayout | None = None
 
@@ -101,13 +101,11 @@ class ShardUpdates:
         place_when_built(optimizer)
 
     def layout_of(self, value: Any) -> ShardLayout:
-        return ShardLayout(
-            tuple(value.shape.as_list()), self.reducer.transport.shard_parts
-        )
+        return ShardLayout(tuple(value.shape.as_list()), self.transport.parts)
 
     def part_of(self, rank: int) -> int:
         """The shard that a replica of this process holds."""
-        return self.reducer.transport.part_of(rank)
+        return self.transport.part_of(rank)
 
     def own_shape(self, variable: Any, rank: int) -> tuple[int, ...]:
         """The shape of the gradient's shard that a replica of this process gets."""
@@ -118,7 +116,7 @@ class ShardUpdates:
     ) -> tf.Tensor:
         """A whole variable, from all shards; every host must call it."""
         label = f"the whole of {name!r}, of which every host reads and holds a part"
-        return self.reducer.join_shards(shards, layout, label)
+        return self.reducer.join(shards, layout, label)
 
     def own_range(self, variable: Any) -> tf.Tensor:
         """The elements that this process's replicas hold, or update: flat."""
@@ -222,7 +220,7 @@ class ShardUpdates:
         may take another branch. Conditionals around an update take the same branch on
         all replicas, and what they read is newer than what was read before them.
         """
-        run_graph = self.reducer.transport.order.run_graph
+        run_graph = self.transport.order.run_graph
         if run_graph is None:
             return contextlib.nullcontext()
         inner = names.graphs_inside(run_graph)
@@ -246,7 +244,7 @@ class ShardUpdates:
     ) -> Any:
         """Calls `fn` in a replica on its shard of `variable`."""
         rank = names.current_rank()
-        self.reducer.transport.order.note_branches(rank)
+        self.transport.order.note_branches(rank)
         target = self._target(variable, rank)
         if isinstance(target, ShardView) and isinstance(target.layout, OwnedLayout):
             target.is_assigned = True  # by its owner, and all replicas take part

@@ -32,7 +32,7 @@ from tfdp._private.names import (
     variable_accessed,
 )
 from tfdp.errors import ConfigurationError
-from tfdp.exchange.packing import copied_shard, shard_of
+from tfdp.exchange.shards import copied_shard, shard_of
 from tfdp.plan.shards import OwnedLayout, ShardLayout
 from tfdp.variables.in_shards import InShards
 from tfdp.variables.local_view import in_replica_of
@@ -69,9 +69,7 @@ def noted_assignments() -> Iterator[dict[int, np.ndarray]]:
 
 
 def _checked(value: Any, dtype: tf.DType, layout: ShardLayout) -> tf.Tensor:
-    if isinstance(value, tf.IndexedSlices):
-        value = tf.convert_to_tensor(value)
-    tensor = tf.cast(value, dtype)
+    tensor = tf.cast(tf.convert_to_tensor(value), dtype)
     if not tensor.shape.is_compatible_with(layout.shape):
         raise ValueError(
             f"Cannot assign a value of shape {tensor.shape} to a variable of shape "

@@ -40,9 +40,9 @@ class HostSums:
         self._pipeline = pipeline
 
     def sum_gradients(
-        self, gradients: Any, riders: Any, rank: Any, **options: bool
+        self, gradients: Any, riders: Any, rank: Any, *how: Any
     ) -> tuple[list[Any], list[tf.Tensor]]:
-        return Reducer.sum_gradients(self._pipeline, gradients, riders, rank, **options)
+        return Reducer.sum_gradients(self._pipeline, gradients, riders, rank, *how)
 
 
 class BackupRounds(LocalTraining):

@@ -22,7 +22,7 @@ from tfdp._private.names import own_copy
 from tfdp._private.optimizer_hooks import CLIP, by_keras, variable_index
 from tfdp.chain.reduction import Reduction
 from tfdp.errors import CollectiveError, ConfigurationError
-from tfdp.exchange.sparse import map_values
+from tfdp.exchange.sparse import with_values
 from tfdp.hosts.connect import job_secret
 from tfdp.hosts.messages import checked_integer, parse_object, read_as
 from tfdp.hosts.pushes import MOST_COUNT, SAVE, IndexedRows, Layouts, PushLink
@@ -284,7 +284,7 @@ def _is_rows(gradient: Any) -> bool:
 
 
 def _cast(gradient: Any, dtype: tf.DType) -> Any:
-    return map_values(lambda v: tf.cast(tf.convert_to_tensor(v), dtype), gradient)
+    return with_values(gradient, lambda v: tf.cast(tf.convert_to_tensor(v), dtype))
 
 
 def _in_order(values: np.ndarray, indices: np.ndarray) -> IndexedRows:

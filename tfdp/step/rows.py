@@ -37,7 +37,7 @@ from tfdp._private.keras_models import (
 from tfdp._private.names import current_rank
 from tfdp._private.optimizer_hooks import variables_built_with
 from tfdp.errors import ConfigurationError
-from tfdp.exchange.sparse import map_values
+from tfdp.exchange.sparse import with_values
 from tfdp.lint.registry import register_exchanged
 from tfdp.seams.replace import Override, around, instance_attributes
 from tfdp.tracing.keras_steps import (
@@ -105,7 +105,9 @@ def _apply(
             continue
         part = functools.partial(step.own_gradient, rank)
         is_added_by_place = has_same_rows(gradient, step, rank)
-        own[place] = map_values(part, gradient) if is_added_by_place else part(gradient)
+        own[place] = (
+            with_values(gradient, part) if is_added_by_place else part(gradient)
+        )
     with step.summing_own_parts(rank):
         return apply(own, trainable_variables)
 

@@ -63,7 +63,7 @@ class ReplicaExtended(LastingInput):
         """Acts by the options that `strategy` is given; call it with a reducer."""
         self._draws_per_replica = bool(strategy.given["draws_per_replica"])
         sharding = sharding_in(strategy.given)
-        if sharding.is_needed(self.reducer.transport.shard_parts):
+        if sharding.is_needed(self.reducer.transport.parts):
             from tfdp.sharding.optimizers import ShardedUpdates
             from tfdp.sharding.updates import ShardUpdates
 
