@@ -111,8 +111,11 @@ def copies_of(value: Any) -> tuple[Sequence[tf.Variable], Sequence[tf.Variable]]
     """The stored and the local variables of this process in a distributed variable."""
     # By class: TensorFlow would search a metric's sum over all hosts, some maybe in a
     # step, for an attribute that the variable lacks.
-    local = value._local if isinstance(value, LocalView) else None
-    return getattr(value, "values", ()), local or ()
+    local = isinstance(value, LocalView) and value.has_local
+    copies = (
+        [value.local_copy(rank) for rank in range(len(value.values))] if local else ()
+    )
+    return getattr(value, "values", ()), copies
 
 
 def keep_all_copies(variable: LocalView) -> None:
