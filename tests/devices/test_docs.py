@@ -1,9 +1,11 @@
 """Every Python block of the README and the docs runs.
 
 The blocks of a file run one after the other in one namespace, in a process and an
-empty folder of their own. Blocks marked as anything but `python` are only read.
+empty folder of their own. Blocks marked as anything but `python` are only read. Blocks
+of the playbooks, which are for the developers, may import `tests`.
 """
 
+import os
 import re
 
 import pytest
@@ -12,6 +14,7 @@ from tests.support.fresh_python import run_python
 from tests.support.package_source import REPOSITORY
 from tests.support.public_names import pages
 
+PLAYBOOKS = REPOSITORY / "docs" / "playbooks"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
 
 
@@ -29,6 +32,13 @@ def name_of(page):
     return page.relative_to(REPOSITORY).as_posix()
 
 
+def environment_of(page):
+    if page.parent != PLAYBOOKS:
+        return {}
+    paths = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(paths)}
+
+
 WITH_CODE = [page for page in pages() if BLOCK.search(page.read_text("utf-8"))]
 
 
@@ -41,7 +51,7 @@ def test_the_code_of_a_page_runs(page, tmp_path):
     program.write_text(program_of(page.read_text("utf-8")), "utf-8")
     folder = tmp_path / "empty"
     folder.mkdir()
-    done = run_python(program, cwd=folder)
+    done = run_python(program, cwd=folder, environment=environment_of(page))
     assert done.returncode == 0, f"{name_of(page)}:\n{done.stdout}\n{done.stderr}"
 
 

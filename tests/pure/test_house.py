@@ -103,10 +103,21 @@ def test_a_listed_name_says_in_a_line_what_it_is(name):
     assert len(text.partition("\n")[0]) > 30
 
 
+PLAYBOOKS = sorted(REPOSITORY.joinpath("docs", "playbooks").glob("*.md"))
+
+
 def test_every_file_that_is_named_is_there():
-    named = re.findall(r"`((?:tfdp|tests)/[\w/]+\.py)`", PAGE)
-    assert [path for path in named if not REPOSITORY.joinpath(path).exists()] == []
+    pages = [PAGE, *(page.read_text("utf-8") for page in PLAYBOOKS)]
+    named = re.findall(r"`((?:tfdp|tests)/[\w/]+\.py)`", "".join(pages))
+    # Playbooks call a file that is to be written so.
+    there = [path for path in named if not path.endswith("NAME.py")]
+    assert [path for path in there if not REPOSITORY.joinpath(path).exists()] == []
     assert len(named) > 20
+
+
+@pytest.mark.parametrize("playbook", PLAYBOOKS, ids=lambda page: page.stem)
+def test_the_house_leads_to_each_playbook(playbook):
+    assert f"(playbooks/{playbook.name})" in PAGE
 
 
 def test_the_reading_tour_takes_two_hours():
