@@ -162,11 +162,7 @@ class StepCall:
         in_graph = not self._is_compiled
         built_before = len(operations()) if in_graph else 0
         self.replica_fn = self._step_of_replica()
-        with overridden(
-            override
-            for feature in self._features
-            for override in feature.overrides(self)
-        ):
+        with overridden(self._overrides()):
             yield
         if in_graph:
             self.operations = operations()[built_before:]
