@@ -26,6 +26,12 @@ def test_the_defaults_are_the_first(place, for_memory):
     assert space_of(place, for_memory=for_memory).settings[0] == DEFAULTS
 
 
+def test_the_simulator_has_a_cost_for_every_engine():
+    for place in (HOSTS, ONE_PROCESS):
+        ordered = in_order(space_of(place), TrialFacts(MODEL, 1.0), DEFAULTS)
+        assert {each.engine for each, _ in ordered} >= {"auto"}
+
+
 def test_no_two_settings_make_the_same_training():
     space = space_of()
     plans = [(each.engine, space.buckets(each)) for each in space.settings]
