@@ -93,12 +93,13 @@ finally:
 """
 
 
-def info(tmp_path, source, *words):
+def info(tmp_path, source, *words, **options):
     script = tmp_path / "train.py"
     script.write_text(source, "utf-8")
     given = ["info", "--step", str(script), "--virtual-devices", "2", *words]
     return run_program(
-        f"from tfdp.tools.commands.cli import leave, main\nleave(main({given!r}))"
+        f"from tfdp.tools.commands.cli import leave, main\nleave(main({given!r}))",
+        **options,
     )
 
 
@@ -118,6 +119,46 @@ def test_info_shows_what_each_feature_does_in_a_script(tmp_path, shard):
     assert found["ShardsOfSums"]["stages"] == shards
     assert not found["Padding"]["overrides"]
     assert "saved" not in done.stderr  # the script was left in its first step
+
+
+LEAVES = "import sys\nsys.exit(0)"
+FAILS_FIRST = """
+import keras
+import numpy as np
+import tfdp
+
+class Failing(keras.Sequential):
+    def train_step(self, data):
+        raise ValueError("bad")
+
+def fit(kind, name):
+    with tfdp.DataParallelStrategy().scope():
+        model = kind([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(name=name), "mse")
+    model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
+
+try:
+    fit(Failing, "failing")
+except ValueError:
+    pass
+fit(keras.Sequential, "training")
+"""
+
+
+@pytest.mark.worth_seconds(15)
+def test_info_shows_a_step_that_ended_only(tmp_path):
+    # Without a buffer nothing would be lost when the process ends at once.
+    done = info(tmp_path, FAILS_FIRST, "--json", environment={"PYTHONUNBUFFERED": ""})
+    assert done.returncode == 0, done.stderr
+    found = {one["feature"]: one for one in json.loads(done.stdout)}
+    assert "apply of SGD training" in found["Optimizers"]["overrides"]
+
+
+@pytest.mark.worth_seconds(15)
+def test_info_names_a_script_that_leaves(tmp_path):
+    done = info(tmp_path, LEAVES)
+    assert done.returncode == 1
+    assert "ended itself before its first training step, with exit" in done.stderr
 
 
 @pytest.mark.worth_seconds(15)

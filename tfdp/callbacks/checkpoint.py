@@ -46,7 +46,6 @@ from tfdp.checkpoint.entries import state_of
 from tfdp.checkpoint.hosts import Hosts, StepAgreement, hosts_of
 from tfdp.checks import is_number
 from tfdp.cluster import START_AGAIN, progress
-from tfdp.data.grain import KeptInput
 from tfdp.errors import CheckpointWarning, ConfigurationError, DataError
 from tfdp.step.find_optimizers import optimizers_of
 
@@ -188,6 +187,8 @@ class Checkpoint(keras.callbacks.Callback):
         self._logs: dict[str, Any] = {}
         self._hosts: Hosts = hosts_of(self.model.distribute_strategy)
         self._files.check_directory(self.model)
+        from tfdp.data.grain import KeptInput  # where there is a fit to store
+
         self._input = KeptInput(self._passes.adapter, self._hosts)
         # With `sync=Asynchronous()` hosts make steps, and save, at their own pace.
         trainings = [getattr(o, "rounds", None) for o in optimizers_of(self.model)]

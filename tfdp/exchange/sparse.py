@@ -113,6 +113,12 @@ def values_once(gradient: Any) -> tf.Tensor:
     return tf.math.unsorted_segment_sum(gradient.values, places, tf.size(rows))
 
 
+def rows_once(gradient: Any) -> Any:
+    """A dense gradient itself; slices with each index once."""
+    is_rows = isinstance(gradient, tf.IndexedSlices)
+    return merge_rows(gradient) if is_rows else gradient
+
+
 def merge_rows(slices: tf.IndexedSlices) -> tf.IndexedSlices:
     """The same gradient with each index once, in the order of first occurrence.
 

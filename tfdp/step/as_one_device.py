@@ -17,6 +17,7 @@ from tfdp._private.names import PerReplica, as_one_device
 from tfdp._private.optimizer_hooks import momentum_compression_of, variables_built_with
 from tfdp.data.keras_input import with_none
 from tfdp.errors import ConfigurationError
+from tfdp.exchange.sparse import rows_once
 from tfdp.seams.replace import Override, around, overridden
 from tfdp.step.find_optimizers import optimizers_of, optimizers_with_sync
 from tfdp.step.observers import StepMeter, observers_of
@@ -57,8 +58,8 @@ def _sums_of_rows(strategy: Any, model: Any) -> Iterator[Override]:
     of_all = strategy.given.has("Communication.repeated_rows")
     if not of_all and strategy.extended.shards is None:
         return
-    made = strategy.extended.made_optimizers
-    for optimizer in made.together_with(optimizers_of(model)):
+    # Those of this model only: another one may be in a step in another thread.
+    for optimizer in optimizers_of(model):
         yield Override(optimizer, "apply", around(_apply_sums, optimizer, of_all))
 
 
@@ -72,8 +73,11 @@ def _apply_sums(
     own = list(gradients)
     targets = trainable_variables and list(trainable_variables)
     built_with = targets or variables_built_with(optimizer) or [None] * len(own)
-    for place, (gradient, variable) in enumerate(zip(own, built_with, strict=True)):
-        if gradient is not None and (of_all or is_in_shards(variable)):
+    # Keras refuses lists of unlike lengths.
+    for place, (gradient, variable) in enumerate(zip(own, built_with, strict=False)):
+        if of_all:
+            own[place] = rows_once(gradient)
+        if gradient is not None and is_in_shards(variable):
             own[place] = tf.convert_to_tensor(gradient)
     return apply(own, targets)
 

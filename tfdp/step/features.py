@@ -1,5 +1,8 @@
 """The features of a step, in one order: what tfdp adds to the step of a replica.
 
+Beside them `tfdp.step.call` makes each step wait for its batch, synchronizes what
+layers store after the last update, and keeps dummy rows out of gathers.
+
 A feature acts at the moments whose methods it has:
 
     begin       before the replicas are traced: it looks at the call, or wraps the step

@@ -25,6 +25,7 @@ from tfdp._private.keras_models import layers_within
 from tfdp._private.names import current_rank
 from tfdp._private.optimizer_hooks import variables_built_with
 from tfdp.errors import LocalMeanWarning, LocalStateWarning
+from tfdp.exchange.sparse import values_of
 from tfdp.seams.replace import instance_attributes, replace
 from tfdp.step.find_optimizers import optimizers_of
 from tfdp.step.local_step import LocalLook
@@ -163,7 +164,11 @@ class _Look:
 
 def _numbers_of(value: Any, *, has_rows: bool) -> tf.Tensor | None:
     """NaNs, infinities, all numbers, and the first row with one, or -1; None: none."""
-    parts = getattr(value, "flat_values", getattr(value, "values", value))
+    parts = values_of(value)
+    if isinstance(parts, tf.RaggedTensor):
+        parts = parts.flat_values
+    elif isinstance(parts, tf.SparseTensor):
+        parts = parts.values
     value, has_rows = parts, has_rows and parts is value
     if not tf.is_tensor(value) or not value.dtype.is_floating:
         return None

@@ -25,16 +25,12 @@ class WatchedFeature(Feature):
 
     def __init__(self, feature: Feature):
         self._feature = feature
-        self.forget()
 
-    def forget(self) -> None:
-        """Forgets what it did in an earlier step, which trained nothing."""
+    def begin(self, call: Any) -> None:
         self._begins: list[str] = []
         # The names of the targets, by attribute and class.
         self._overrides: dict[tuple[str, str], list[str]] = {}
         self._stages: dict[str, None] = {}  # in order, each once: replicas do the same
-
-    def begin(self, call: Any) -> None:
         before, mode = call.replica_fn, call.step.mode
         self._feature.begin(call)
         if call.replica_fn is not before:
@@ -85,5 +81,3 @@ class EndOfStep(Feature):
     def finish(self, call: Any) -> None:
         if call.step.has_updated:
             self._tell(call.step.replicas, [one.facts() for one in self._watched])
-        for one in self._watched:
-            one.forget()

@@ -11,7 +11,7 @@ from typing import Any
 
 import tfdp
 from tfdp.cluster.machine import describe_machine, installed_versions
-from tfdp.errors import ClusterError, DeviceWarning
+from tfdp.errors import ClusterError, ConfigurationError, DeviceWarning
 from tfdp.strategies.quiet import import_tensorflow_quietly
 
 # As in `setup.cfg`.
@@ -37,6 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs `tfdp info`; returns the exit code, 1 when training is impossible here."""
+    if options.step is None and options.arguments:
+        raise ConfigurationError("Only --step SCRIPT takes words after --.")
     if options.step is not None:
         import_tensorflow_quietly()
         if options.virtual_devices is not None:

@@ -146,15 +146,8 @@ class Script:
             ) from None
         if not isinstance(error, SystemExit):
             raise error
-        code = error.code
-        how = "" if code is None else f": {str(code).rstrip('.')}"
-        if isinstance(code, int):
-            how = f", with exit code {code}"
-        raise ConfigurationError(
-            f"{self._path} ended itself before its first fit{how}. What it needs as "
-            f"arguments goes after --, as in `-- {' '.join(self._arguments) or 'DATA'}`"
-            f". {INSTEAD}"
-        ) from None
+        ended = ended_itself(self._path, self._arguments, error, "fit")
+        raise ConfigurationError(f"{ended} {INSTEAD}") from None
 
     def _stop(self, given: dict[str, Any]) -> None:
         if threading.get_ident() != self._thread:
@@ -206,6 +199,20 @@ class Script:
         if threading.get_ident() != self._thread:
             raise SystemExit  # ends a thread without a traceback
         raise Stopped
+
+
+def ended_itself(
+    path: pathlib.Path, arguments: Sequence[str], error: SystemExit, awaited: str
+) -> str:
+    """The sentence about a script that has left before its first `awaited`."""
+    code = error.code
+    how = "" if code is None else f": {str(code).rstrip('.')}"
+    if isinstance(code, int):
+        how = f", with exit code {code}"
+    return (
+        f"{path} ended itself before its first {awaited}{how}. What it needs as "
+        f"arguments goes after --, as in `-- {' '.join(arguments) or 'DATA'}`."
+    )
 
 
 @contextlib.contextmanager

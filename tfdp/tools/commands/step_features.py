@@ -11,7 +11,7 @@ from typing import Any
 from tfdp.errors import ConfigurationError
 from tfdp.step.watch_features import watch_features
 from tfdp.tools.commands.end_of_process import leave
-from tfdp.tools.commands.script_fit import as_main_program
+from tfdp.tools.commands.script_fit import as_main_program, ended_itself
 
 
 def print_features(path: str, arguments: Sequence[str], *, as_json: bool) -> None:
@@ -31,13 +31,17 @@ def print_features(path: str, arguments: Sequence[str], *, as_json: bool) -> Non
         else:
             title = f"First training step of {path}, {replicas} replica(s)"
             text = f"{title}\n\n{format_features(features)}"
-        print(text, file=sys.__stdout__)
+        print(text, file=sys.__stdout__, flush=True)
         leave(0)  # at once: handlers of the script could save an untrained model
 
     watch_features(tell)
-    main = as_main_program(pathlib.Path(path), arguments, is_heard=True)
-    with main as execute:
-        execute()
+    script = pathlib.Path(path)
+    with as_main_program(script, arguments, is_heard=True) as execute:
+        try:
+            execute()
+        except SystemExit as error:
+            ended = ended_itself(script, arguments, error, "training step")
+            raise ConfigurationError(ended) from None
     raise ConfigurationError(
         f"{path} ended without a training step in a graph of a tfdp strategy, so there "
         "is nothing to show. Train in the scope of one (tfdp.auto_strategy()), by fit "
