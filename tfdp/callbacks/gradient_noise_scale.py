@@ -188,8 +188,9 @@ def _check_can_measure(model: keras.Model, name: str) -> None:
         )
     elif not updates_of(optimizer).has_whole_sums:
         why = (
-            "needs whole sums of gradients, but with shard=... each replica has a part "
-            "of them. Estimate without shard, on a smaller model"
+            "needs whole sums of gradients, but with "
+            f"shard={strategy.given['shard']!r} each replica has a part of them. "
+            "Estimate without shard, on a smaller model"
         )
     elif getattr(optimizer, "accumulate_steps", 1) > 1 or any(
         leaf.gradient_accumulation_steps for leaf in innermost_optimizers(optimizer)
