@@ -428,8 +428,8 @@ def test_step_times_ride_with_the_next_sum_and_all_workers_read_the_same():
         def __init__(self, worker):
             self.worker = worker
 
-        def sum_gradients(self, gradients, riders, rank, how):
-            return transport.sum_gradients(gradients, riders, self.worker, how)
+        def sum_gradients(self, gradients, riders, rank, **options):
+            return transport.sum_gradients(gradients, riders, self.worker, **options)
 
     def step(worker, number):
         stage, own = workers[worker], list(map(tf.constant, GRADIENTS[worker]))

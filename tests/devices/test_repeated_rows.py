@@ -22,7 +22,6 @@ from tfdp.chain.table_rows import sums_repeated_rows
 from tfdp.errors import ConfigurationError
 from tfdp.exchange import sparse
 from tfdp.exchange.sparse import SMALL_TABLE_BYTES, merge_rows, travels_dense
-from tfdp.plan.communication import Sending
 
 # Above SMALL_TABLE_BYTES, or it would travel as a whole.
 WORDS, WIDTH = 1500, 6
@@ -51,7 +50,7 @@ def summed_rows(strategy, tables):
             rank = int(tf.get_static_value(context.replica_id_in_sync_group))
             shape = tf.constant([WORDS, WIDTH])
             slices = [tf.IndexedSlices(*pair, shape) for pair in pairs]
-            sums, _ = reducer.sum_gradients(slices, [], rank, Sending(sum_rows=True))
+            sums, _ = reducer.sum_gradients(slices, [], rank, sum_rows=True)
             return [(total.values, total.indices) for total in sums]
 
         return [

@@ -1,13 +1,10 @@
 """A transport without devices: threads are the replicas, and NumPy adds."""
 
-import dataclasses
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import tensorflow as tf
-
-from tfdp.plan.communication import APART
 
 # Far more than adding takes: only a replica that does not come reaches it.
 LONGEST_WAIT_SECONDS = 60
@@ -37,10 +34,10 @@ class FakeTransport:
         columns = zip(*self.gathered(values, rank), strict=True)
         return [tf.constant(sum(column[1:], column[0])) for column in columns]
 
-    def sum_gradients(self, gradients, riders, rank, how=APART):
+    def sum_gradients(self, gradients, riders, rank, *, sum_rows, at_once):
         if rank == 0:
             self.exchanges.append(("sum", len(gradients), len(riders)))
-            self.options.append(dataclasses.asdict(how))
+            self.options.append({"sum_rows": sum_rows, "at_once": at_once})
         dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
         sums = self.added([*dense, *riders], rank)
         return sums[: len(gradients)], sums[len(gradients) :]

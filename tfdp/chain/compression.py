@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -138,7 +137,7 @@ class CompressedExchange(Stage):
         )
         # After all compressed exchanges, so that no bucket has to be sent early.
         reduction.riders.append(mine)
-        reduction.sending = dataclasses.replace(reduction.sending, at_once=True)
+        reduction.at_once = True
 
     def after(self, reduction: Reduction) -> None:
         # Sums are the same on all replicas, so that only those that exchange have to

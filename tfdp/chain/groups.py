@@ -28,7 +28,7 @@ class Exact:
         self._reducer = reducer
 
     def sum_gradients(
-        self, gradients: Tensors, riders: Tensors, rank: Any, how: Any = None
+        self, gradients: Tensors, riders: Tensors, rank: Any, **options: bool
     ) -> tuple[list[Any], list[tf.Tensor]]:
         sums = self._reducer.all_reduce([*gradients, *riders], rank, mean=False)
         return sums[: len(gradients)], sums[len(gradients) :]

@@ -19,7 +19,6 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from tfdp.plan.communication import APART, Sending
 from tfdp.tracing.step import Step
 
 
@@ -31,7 +30,9 @@ class GradientReducer(Protocol):
         gradients: Sequence[Any],
         riders: Sequence[tf.Tensor],
         rank: Any,
-        how: Sending = APART,
+        *,
+        sum_rows: bool = False,
+        at_once: bool = False,
     ) -> tuple[list[Any], list[tf.Tensor]]:
         """The sums of gradients and of riders; see `Reducer.sum_gradients`."""
 
@@ -56,8 +57,10 @@ class Reduction:
     optimizer: Any
     #: Small tensors, which travel exactly in the buckets of the gradients.
     riders: list[tf.Tensor] = dataclasses.field(default_factory=list)
-    #: How the gradients travel.
-    sending: Sending = APART
+    #: Whether rows of equal index may be added before they travel.
+    sum_rows: bool = False
+    #: Whether all buckets may travel as one, because they become ready together.
+    at_once: bool = False
 
     @property
     def has_table_rows(self) -> bool:
@@ -136,7 +139,8 @@ def reduce(
             [given[place] for place in places],
             reduction.riders,
             reduction.rank,
-            reduction.sending,
+            sum_rows=reduction.sum_rows,
+            at_once=reduction.at_once,
         )
         for place, total in zip(places, sums, strict=True):
             given[place] = total

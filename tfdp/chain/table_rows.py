@@ -142,8 +142,7 @@ class TableRows(Stage):
     """Adds rows of equal index where one device's update is the same."""
 
     def before(self, reduction: Reduction) -> None:
-        adds = sums_repeated_rows(reduction.optimizer)
-        reduction.sending = dataclasses.replace(reduction.sending, sum_rows=adds)
+        reduction.sum_rows = sums_repeated_rows(reduction.optimizer)
         is_alone = reduction.step.is_of_one
         self._once = [
             place

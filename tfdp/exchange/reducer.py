@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfdp.exchange.packing import Tensors
 from tfdp.exchange.sparse import (
     RowSum,
-    merge_rows,
+    rows_once,
     sum_slices,
     travels_dense,
     with_values,
@@ -25,7 +25,7 @@ from tfdp.plan.buckets import (
     plan_buckets,
     predecessors,
 )
-from tfdp.plan.communication import APART, Communication, Sending
+from tfdp.plan.communication import Communication
 from tfdp.plan.compression import Compression
 
 if TYPE_CHECKING:
@@ -73,31 +73,33 @@ class Reducer:
         gradients: Sequence[Value],
         state: Tensors,
         rank: Any,
-        how: Sending = APART,
+        *,
+        sum_rows: bool = False,
+        at_once: bool = False,
     ) -> tuple[list[Value], list[tf.Tensor]]:
         """The sums of gradients, and of other small values; see `all_reduce`.
 
         Both share buckets, unless gradients are rounded (`Communication.wire_dtype`).
-        `Communication(repeated_rows="sum")` is as `Sending.sum_rows`.
+        `sum_rows`: rows of equal index may be added before they travel; then the result
+        has each index once, or is dense (as with `Communication(repeated_rows="sum")`).
+        `at_once`: all buckets may travel as one where they fit, because their values
+        become ready together.
         """
         adds_repeated = self.communication.repeated_rows == "sum"
         # A compiler has no dynamic lengths.
-        sum_rows = (how.sum_rows or adds_repeated) and not self.transport.is_compiled
+        sum_rows = (sum_rows or adds_repeated) and not self.transport.is_compiled
         if self.transport.replicas == 1:  # nothing travels, but Adam must do the same
-            own = [
-                merge_rows(g)
-                if adds_repeated and isinstance(g, tf.IndexedSlices)
-                else g
-                for g in gradients
-            ]
-            return own, list(state)
+            own = map(rows_once, gradients) if adds_repeated else gradients
+            return list(own), list(state)
         gradients = [_as_sent(g, sum_rows) for g in gradients]
         if self.transport.wire_dtype is None:
-            how = Sending(sum_rows, how.at_once)
-            sums = self.all_reduce([*gradients, *state], rank, how=how)
+            sums = self.all_reduce(
+                [*gradients, *state], rank, sum_rows=sum_rows, at_once=at_once
+            )
             return sums[: len(gradients)], sums[len(gradients) :]
-        how = Sending(sum_rows)
-        rounded = self._by_buckets(gradients, rank, how, self.transport.wire_dtype)
+        rounded = self._by_buckets(
+            gradients, rank, sum_rows=sum_rows, wire_dtype=self.transport.wire_dtype
+        )
         return rounded, self.all_reduce(state, rank)
 
     def all_reduce(
@@ -106,7 +108,8 @@ class Reducer:
         rank: Any,
         *,
         mean: bool = False,
-        how: Sending = APART,
+        sum_rows: bool = False,
+        at_once: bool = False,
     ) -> list[Value]:
         """The sum (or mean) of each value over all replicas, on each of them.
 
@@ -120,7 +123,7 @@ class Reducer:
         times those of a host, each index once with `sum_rows`, and then at most twice
         the cost of the whole table: see `tfdp.hosts.row_sums`.
         """
-        sums = self._by_buckets(values, rank, how)
+        sums = self._by_buckets(values, rank, sum_rows=sum_rows, at_once=at_once)
         replicas = self.transport.replicas
         if not mean or replicas == 1:
             return sums
@@ -130,7 +133,9 @@ class Reducer:
         self,
         values: Sequence[Value],
         rank: Any,
-        how: Sending,
+        *,
+        sum_rows: bool,
+        at_once: bool = False,
         wire_dtype: str | None = None,
     ) -> list[Value]:
         """The sums: dense values bucket by bucket, then slices."""
@@ -148,7 +153,7 @@ class Reducer:
         }
         dense = [i for i, v in enumerate(values) if isinstance(v, tf.Tensor)]
         buckets = self.plan([values[i] for i in dense])
-        if how.at_once and self.transport.reduces_buckets:
+        if at_once and self.transport.reduces_buckets:
             buckets = merge_if_fits(buckets, self.communication.bucket_bytes)
         for number, bucket in enumerate(buckets, start=1):
             places = [dense[i] for i in bucket.indices]
@@ -161,7 +166,7 @@ class Reducer:
         for number, place in enumerate(sparse, start=1):
             with tf.name_scope("tfdp_all_reduce_rows"):
                 label = f"table {number} of {len(sparse)}"
-                table = RowSum(label, how.sum_rows, wire_dtype)
+                table = RowSum(label, sum_rows, wire_dtype)
                 rows = sum_slices(self.transport, values[place], rank, table)
                 reduced[place] = register_exchanged(rows)
         return [reduced[place] for place in range(len(values))]

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from tfdp._private import names
 from tfdp.exchange.packing import Tensors
+from tfdp.exchange.wire_types import fitting_wire_dtype
 
 # A smaller table's gradient goes into a bucket: an exchange of its own costs more.
 SMALL_TABLE_BYTES = 16 * 2**10
@@ -48,7 +49,6 @@ class RowSum:
     def between_hosts(self, rows: Tensors, link: Any) -> Callable[..., list]:
         """The function that combines the arrays of all hosts of `link`: one exchange,
         or the whole table where that is smaller."""
-        from tfdp.exchange.wire_types import fitting_wire_dtype
         from tfdp.hosts.row_sums import RowExchange
 
         table = _table_shape(self.dense_shape) if self.summed else None
@@ -58,8 +58,6 @@ class RowSum:
 
     def narrow(self, rows: Tensors) -> list[tf.Tensor]:
         """The rows in types that a compiler's exchanges add."""
-        from tfdp.exchange.wire_types import fitting_wire_dtype
-
         values, indices = rows
         fitting = fitting_wire_dtype([values], self.wire_dtype)
         # A row of a table: 32 bits are enough, and XLA does not add 64.

@@ -14,24 +14,6 @@ MIB = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
-class Sending:
-    """How the gradients of an optimizer travel; the stages of their sum decide it.
-
-    Args:
-      sum_rows: rows of equal index of a `tf.IndexedSlices` may be added before they
-        travel; then the result has each index once, or is dense.
-      at_once: all buckets may travel as one where they fit, because their values become
-        ready together.
-    """
-
-    sum_rows: bool = False
-    at_once: bool = False
-
-
-APART = Sending()
-
-
-@dataclasses.dataclass(frozen=True)
 class Communication:
     """How replicas exchange tensors. Frozen; wrong values raise when it is made.
 

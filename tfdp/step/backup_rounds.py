@@ -40,9 +40,9 @@ class HostSums:
         self._pipeline = pipeline
 
     def sum_gradients(
-        self, gradients: Any, riders: Any, rank: Any, *how: Any
+        self, gradients: Any, riders: Any, rank: Any, **options: bool
     ) -> tuple[list[Any], list[tf.Tensor]]:
-        return Reducer.sum_gradients(self._pipeline, gradients, riders, rank, *how)
+        return Reducer.sum_gradients(self._pipeline, gradients, riders, rank, **options)
 
 
 class BackupRounds(LocalTraining):
