@@ -52,15 +52,10 @@ class DataParallelExtended(ReplicaExtended, names.MirroredExtended):
         with tf.device(component.device):
             fn(component, value)
 
-    def _replica_ctx_update(
-        self,
-        var: Any,
-        fn: Callable,
-        args: Any = (),
-        kwargs: Any = None,
-        group: bool = True,
+    def update_copy(
+        self, var: Any, fn: Callable, args: Any, kwargs: Any, group: Any
     ) -> Any:
-        result = super()._replica_ctx_update(var, fn, args, kwargs, group)
+        result = super().update_copy(var, fn, args, kwargs, group)
         if isinstance(var, LocalView):
             var.note_update()
         return result

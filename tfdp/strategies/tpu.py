@@ -163,13 +163,13 @@ class TPUDataParallelExtended(ReplicaExtended, TPUExtended):
         group: bool = True,
     ) -> Any:
         with self._updating_own_copy():
-            return super()._replica_ctx_update(var, fn, args, kwargs, group)
+            result = super()._replica_ctx_update(var, fn, args, kwargs)
+        return result if group else (result,)
 
     def update_copy(
         self, var: Any, fn: Callable, args: Any, kwargs: Any, group: Any
     ) -> Any:
-        result = fn(var, *args, **(kwargs or {}))
-        return result if group else (result,)
+        return fn(var, *args, **(kwargs or {}))
 
 
 PACKAGES = ("tensorflow-tpu", "tensorflow", "tensorflow-cpu", "libtpu", "keras")
