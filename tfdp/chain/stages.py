@@ -1,8 +1,4 @@
-"""Chooses the stages and the reducer that this step needs.
-
-A stage's file is imported, and runs, only where its feature is used: a plain `fit`
-loads none.
-"""
+"""Sums gradients through the stages that the features of this step give."""
 
 from __future__ import annotations
 
@@ -12,12 +8,7 @@ from typing import Any
 import tensorflow as tf
 from keras.optimizers import Optimizer
 
-from tfdp.chain.reduction import (
-    GradientReducer,
-    Reduction,
-    Stage,
-    reduce,
-)
+from tfdp.chain.reduction import GradientReducer, Reduction, Stage, reduce
 from tfdp.errors import ConfigurationError
 from tfdp.tracing.step import Step
 from tfdp.variables.in_shards import is_stored_in_shards

@@ -22,16 +22,11 @@ from tfdp.data.keras_input import with_none
 from tfdp.data.split import in_parts
 from tfdp.seams.replace import Override, overridden
 from tfdp.step.batch_first import tensors_of_this_graph, when_batch_is_there
-from tfdp.step.buffer_synchronization import (
-    with_synchronized_buffers,
-)
+from tfdp.step.buffer_synchronization import with_synchronized_buffers
 from tfdp.step.find_optimizers import optimizers_of
 from tfdp.step.observers import StepMeter, observers_of
 from tfdp.step.reports import NotedResults
-from tfdp.step.rows import (
-    gathering_real_rows,
-    step_on_padded_batch,
-)
+from tfdp.step.rows import gathering_real_rows, step_on_padded_batch
 from tfdp.tracing.effect_order import operations
 from tfdp.tracing.keras_steps import is_predict_step, name_of_step
 from tfdp.tracing.rows import (
@@ -57,15 +52,13 @@ class StepCall:
         args: Any,
         kwargs: Any,
         strategy: Any,
-        features: Sequence[Any],
         *,
         is_reported: bool,
     ):
         #: `fn` identifies the step, `replica_fn` runs; they differ for a `tf.function`.
         self.fn, self.replica_fn = python_function_of(fn), as_replicas_run_it(fn)
         self.arguments = with_none(args), with_none(kwargs)
-        self.strategy, self._features = strategy, features
-        self.model = getattr(self.fn, "__self__", None)
+        self.strategy, self.model = strategy, getattr(self.fn, "__self__", None)
         #: Of the model; and while replicas are traced, all that were made in the scope.
         self.optimizers: list[Any] = optimizers_of(self.model)
         self.made_metrics: Sequence[keras.metrics.Metric] = ()
@@ -87,7 +80,7 @@ class StepCall:
 
             self.replica_fn = functools.partial(jitted_train_step, self.model)
 
-    def take_batch(self) -> Step:
+    def take_batch(self, features: Sequence[Any]) -> Step:
         """Reads the rows of each replica, and gives each of them at least one."""
         devices = self.strategy.extended.worker_devices
         hosts = self.strategy.cluster.workers
@@ -96,7 +89,7 @@ class StepCall:
             args, kwargs = self.arguments
             self.arguments = in_parts(args, devices), kwargs
         self.step = step = Step(replicas, Batch.of(self.arguments, replicas))
-        step.features, step.is_of_one = self._features, replicas == hosts == 1
+        step.features, step.is_of_one = features, replicas == hosts == 1
         padded = find_padded(self.arguments)
         if padded is not None:
             padded.set_shapes()
@@ -121,7 +114,7 @@ class StepCall:
 
     def begin_features(self) -> None:
         """Lets each feature look at the step, before other hosts' rows are known."""
-        for feature in self._features:
+        for feature in self.step.features:
             feature.begin(self)
 
     def unify_shapes(self) -> None:
@@ -166,11 +159,11 @@ class StepCall:
             yield
         if in_graph:
             self.operations = operations()[built_before:]
-        for feature in self._features:
+        for feature in self.step.features:
             feature.finish(self)
 
     def _overrides(self) -> Iterator[Override]:
-        for feature in self._features:
+        for feature in self.step.features:
             yield from feature.overrides(self)
 
     def _step_of_replica(self) -> Callable:

@@ -198,13 +198,13 @@ class ReplicaContextStrategy(WithOptions, tf.distribute.Strategy):
         from tfdp.step.features import FEATURES
 
         self._one_thread.check(self.cluster.workers)
-        call = StepCall(fn, args, kwargs, self, FEATURES, is_reported=is_reported)
+        call = StepCall(fn, args, kwargs, self, is_reported=is_reported)
         self._adopt_and_check(call.model, call.optimizers)
         if call.model in self._jit_models:
             call.compile_replicas()
 
         # The batch: how many rows each replica and host has, and who trains with whom.
-        step = call.take_batch()
+        step = call.take_batch(FEATURES)
         call.begin_features()
         self._complete_batch(step)
         call.unify_shapes()

@@ -6,7 +6,7 @@ import json
 import pathlib
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from tfdp.errors import ConfigurationError
 from tfdp.step.watch_features import watch_features
@@ -14,7 +14,7 @@ from tfdp.tools.commands.end_of_process import leave
 from tfdp.tools.commands.script_fit import as_main_program, ended_itself
 
 
-def print_features(path: str, arguments: Sequence[str], *, as_json: bool) -> None:
+def print_features(path: str, arguments: Sequence[str], *, as_json: bool) -> NoReturn:
     """Runs a script until tfdp has traced its first step that updates weights, prints
     what each feature does in it, and ends the process.
 
