@@ -28,8 +28,10 @@ def test_the_defaults_are_the_first(place, for_memory):
 
 def test_the_simulator_has_a_cost_for_every_engine():
     for place in (HOSTS, ONE_PROCESS):
-        ordered = in_order(space_of(place), TrialFacts(MODEL, 1.0), DEFAULTS)
-        assert {each.engine for each, _ in ordered} >= {"auto"}
+        space = space_of(place)
+        ordered = in_order(space, TrialFacts(MODEL, 1.0), DEFAULTS)
+        assert {setting for setting, _ in ordered} == set(space.settings)
+        assert all(speed > 0 for _, speed in ordered)
 
 
 def test_no_two_settings_make_the_same_training():
