@@ -35,6 +35,7 @@ EXAMPLES_STAMP := $(VENV)/.examples-$(EXTRA)
 
 train: $(if $(wildcard $(STAMP)),$(STAMP),$(EXAMPLES_STAMP))
 	$(BIN)/python examples/digits.py
+	@echo "tfdp is in $(VENV). Next: source $(BIN)/activate; tfdp info; tfdp check YOUR_SCRIPT.py"
 
 quick: $(STAMP)
 	$(BIN)/python -m pytest --tier quick $(PARALLEL) tests/pure tests/devices
