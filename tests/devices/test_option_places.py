@@ -61,9 +61,15 @@ CELLS = [
 ]
 
 
-def evaluated(arguments):
+def evaluated(arguments, replicas=2):
     methods = {name: getattr(tfdp.compression, name) for name in ("Cast", "Int8")}
     names = {"Communication": tfdp.Communication, "Sharding": tfdp.Sharding, **methods}
+    # As many devices as the strategy has replicas, on all its hosts.
+    devices = [f"cpu:{rank}" for rank in range(replicas)]
+    names["mesh"] = keras.distribution.DeviceMesh(
+        (1 if replicas == 2 else 2, 2), ["data", "model"], devices
+    )
+    names["LayoutMap"] = keras.distribution.LayoutMap
     return eval(f"dict({arguments})", names)  # written in our own page
 
 
@@ -83,7 +89,7 @@ def nobody_else(monkeypatch):
 @pytest.mark.parametrize("arguments, column, word", CELLS)
 def test_every_cell(arguments, column, word):
     assert word in WORDS
-    given = evaluated(arguments)
+    given = evaluated(arguments, 4 if column == "several" else 2)
     make = COLUMNS[column]
     if word == "-":
         with pytest.raises(TypeError, match="unexpected keyword"):

@@ -46,6 +46,7 @@ LAYERS = {
     "ray": 7,
     "strategies": 7,
     "checkpoint": 6,
+    "grid": 6,
     "step": 6,
     "chain": 5,
     "sharding": 5,

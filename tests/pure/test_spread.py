@@ -58,6 +58,8 @@ QUESTIONS = {
             *("chain/shards", "cluster/", "data/", "exchange/shards", "launch/"),
             *("plan/shards", "strategies/absent_hosts", "variables/in_shards"),
             *("sharding/", "_private/grain", "plan/options", "step/features"),
+            # Blocks of a mesh are shards.
+            *("grid/", "plan/mesh"),
         ),
         12,
     ),

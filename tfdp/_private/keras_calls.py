@@ -69,7 +69,12 @@ def is_made_for_autocast() -> bool:
 
     Not with `layer.add_weight(autocast=False)`.
     """
-    return bool(getattr(_calls.now.initialized, "_autocast", False))
+    return bool(getattr(variable_of_caller(), "_autocast", False))
+
+
+def variable_of_caller() -> Any:
+    """The Keras variable whose TensorFlow variable is being created; else None."""
+    return _calls.now.initialized
 
 
 def is_building_model() -> bool:

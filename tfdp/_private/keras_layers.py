@@ -58,3 +58,8 @@ def stored_value(variable: keras.Variable) -> Any:
     """A variable's stored value, without autocasting."""
     with autocasting_as(None):
         return variable.value
+
+
+def layout_map_of(distribution: Any) -> Any:
+    """The `LayoutMap` of a `ModelParallel`, for which Keras has no public name."""
+    return distribution._layout_map

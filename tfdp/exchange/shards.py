@@ -12,10 +12,13 @@ from tfdp._private.names import run_independently
 from tfdp._private.step_ops import delay
 from tfdp.exchange.packing import Tensors, whole_specs, wholes_from_parts
 from tfdp.lint.registry import is_of_graph, register_exchanged
+from tfdp.plan.mesh import MeshLayout
 from tfdp.plan.shards import Layouts, OwnedLayout, ShardLayout, overlap
+from tfdp.plan.topology import Groups
 
 if TYPE_CHECKING:
     from tfdp.exchange.reducer import Reducer
+    from tfdp.exchange.transport import Transport
 
 Change: TypeAlias = Callable[[tf.Tensor, ShardLayout, Any], tf.Tensor]
 
@@ -26,8 +29,32 @@ class ShardReducer:
     Every replica makes each call once, in replica context, while a graph is built.
     """
 
-    def __init__(self, reducer: Reducer):
-        self._reducer, self._transport = reducer, reducer.transport
+    def __init__(
+        self,
+        reducer: Reducer,
+        among: Transport | None = None,
+        copies: Transport | None = None,
+    ):
+        """`among`: of the replicas that share the parts, by default all; `copies`: of
+        those that hold the same part, over which sums go on."""
+        self._reducer, self._transport = reducer, among or reducer.transport
+        self._copies = copies
+        self._of_groups: dict[Groups, ShardReducer] = {}
+
+    def of(self, layout: ShardLayout) -> ShardReducer:
+        """The exchanges among the replicas that share the parts of `layout`."""
+        if not isinstance(layout, MeshLayout):
+            return self
+        if layout.groups not in self._of_groups:
+            among, copies = self._reducer.transport.among, layout.copies
+            others = among(copies) if len(copies[0]) > 1 else None
+            made = ShardReducer(self._reducer, among(layout.groups), others)
+            self._of_groups[layout.groups] = made
+        return self._of_groups[layout.groups]
+
+    def part_of(self, rank: Any) -> int:
+        """The part that a replica of this process holds."""
+        return self._transport.part_of(rank)
 
     def reduce_scatter(
         self,
@@ -51,6 +78,12 @@ class ShardReducer:
             self._scatter, whole, layouts, rank, kind, in_turn, label
         )
 
+    def sum_parts(self, parts: Tensors, rank: Any, label: str) -> list[tf.Tensor]:
+        """The sums of parts over the replicas that hold the same ones."""
+        if self._copies is None:
+            return list(parts)
+        return self._copies.all_reduce(parts, rank, label)
+
     def all_gather(
         self, shards: Tensors, layouts: Layouts, rank: Any
     ) -> list[tf.Tensor]:
@@ -69,14 +102,17 @@ class ShardReducer:
     def join(self, shards: Tensors, layout: ShardLayout, label: str) -> tf.Tensor:
         """The whole tensor from this process's shards, in cross-replica context."""
         transport = self._transport
+        if isinstance(layout, MeshLayout):
+            shards = [shards[rank] for rank in transport.groups[0]]
         parts = [
             elements_of(shard, layout, transport.part_of(rank))
             for rank, shard in enumerate(shards)
         ]
         if transport.join is None:
-            return wholes_from_parts([parts], [layout])[0]
-        whole: tf.Tensor = transport.join(parts, layout, label)
-        return whole
+            [whole] = wholes_from_parts([parts], [layout.flat])
+            return whole_of(whole, layout) if isinstance(layout, MeshLayout) else whole
+        joined: tf.Tensor = transport.join(parts, layout, label)
+        return joined
 
     def _by_bucket(
         self,
@@ -119,9 +155,12 @@ class ShardReducer:
         if transport.pads_parts and is_mostly_padding(layouts):
             sums = transport.all_reduce(tensors, rank, label)
             return self._each(shard_of, sums, layouts, rank)
-        parts = transport.reduce_scatter(tensors, layouts, rank, label)
+        tensors = self._change(flat_of, tensors, layouts, rank)
+        flat = [layout.flat for layout in layouts]
+        parts = transport.reduce_scatter(tensors, flat, rank, label)
+        parts = self.sum_parts(parts, rank, label)
         if transport.pads_parts:
-            return parts
+            return self._change(shaped, parts, layouts, rank)
         return self._each(to_shard, parts, layouts, rank)
 
     def _gather(
@@ -134,7 +173,11 @@ class ShardReducer:
             # Each element is on one replica: the sum with zeros.
             placed = self._each(among_zeros, shards, layouts, rank)
             return transport.all_reduce(placed, rank, label)
-        return transport.all_gather(shards, layouts, rank, label)
+        else:
+            shards = self._change(in_transit, shards, layouts, rank)
+        flat = [layout.flat for layout in layouts]
+        wholes = transport.all_gather(shards, flat, rank, label)
+        return self._change(whole_of, wholes, layouts, rank)
 
     def _each(
         self, change: Change, tensors: Tensors, layouts: Layouts, rank: Any
@@ -143,6 +186,21 @@ class ShardReducer:
         part = self._transport.part_of(rank)
         with tf.device(self._transport.devices[rank]):
             return [change(*one, part) for one in zip(tensors, layouts, strict=True)]
+
+    def _change(
+        self,
+        change: Callable[[tf.Tensor, MeshLayout], tf.Tensor],
+        tensors: Tensors,
+        layouts: Layouts,
+        rank: Any,
+    ) -> list[tf.Tensor]:
+        """`change(tensor, layout)` of each that a mesh cuts; others as they are."""
+        changed = list(tensors)
+        for place, layout in enumerate(layouts):
+            if isinstance(layout, MeshLayout):
+                with tf.device(self._transport.devices[rank]):
+                    changed[place] = change(tensors[place], layout)
+        return changed
 
     def reshard(
         self, shards: Tensors, before: Layouts, after: Layouts, rank: Any
@@ -217,6 +275,34 @@ def _mean_shards(shards: Tensors, layouts: Layouts) -> list[tf.TensorSpec]:
     ]
 
 
+def flat_of(whole: tf.Tensor, layout: MeshLayout) -> tf.Tensor:
+    """The elements of `whole`, those of each part of a mesh in one piece."""
+    shape, order = layout.blocks
+    if order != tuple(range(len(order))):
+        whole = tf.transpose(tf.reshape(whole, shape), order)
+    return tf.reshape(whole, [-1])
+
+
+def whole_of(flat: tf.Tensor, layout: MeshLayout) -> tf.Tensor:
+    """The tensor whose `flat_of` is `flat`."""
+    shape, order = layout.blocks
+    if order != tuple(range(len(order))):
+        places = [order.index(place) for place in range(len(order))]
+        moved = tf.reshape(flat, [shape[place] for place in order])
+        flat = tf.transpose(moved, places)
+    return tf.reshape(flat, layout.shape)
+
+
+def in_transit(block: tf.Tensor, layout: MeshLayout) -> tf.Tensor:
+    """A block of a mesh as it travels: flat."""
+    return tf.reshape(block, [-1])
+
+
+def shaped(piece: tf.Tensor, layout: MeshLayout) -> tf.Tensor:
+    """A block of a mesh from its elements: undoes `in_transit`."""
+    return tf.reshape(piece, layout.shard_shape(0))
+
+
 def to_shard(piece: tf.Tensor, layout: ShardLayout, part: int) -> tf.Tensor:
     """Shard `part` from its elements: zeros appended, and in its shape."""
     shape = layout.shard_shape(part)
@@ -241,6 +327,8 @@ def among_zeros(shard: tf.Tensor, layout: ShardLayout, part: int) -> tf.Tensor:
 
 def shard_of(whole: tf.Tensor, layout: ShardLayout, part: Any) -> tf.Tensor:
     """Shard `part` of `whole`, as it is stored; `part` is a tensor on a TPU."""
+    if isinstance(layout, MeshLayout):
+        return tf.slice(whole, layout.begin(part), layout.shard_shape(part))
     if not isinstance(part, int):
         size = layout.shard_elements
         missing = layout.parts * size - layout.elements

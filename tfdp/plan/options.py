@@ -77,6 +77,10 @@ PADDING = Values(
     "True, False, the global batch size (at least 1), or None (padding on a TPU only)",
     lambda value: value is None or isinstance(value, bool) or is_whole(value, least=1),
 )
+LAYOUT = Values(
+    "None, or a LayoutMap or ModelParallel of keras.distribution",
+    lambda value: value is None or hasattr(value, "device_mesh"),
+)
 TPU_TYPE = _one_of(
     None, "bfloat16", words="None or 'bfloat16': TPU cores add no smaller floats"
 )
@@ -129,6 +133,7 @@ OPTIONS = {
         Option("shard_group", "all", _one_of("all", "host"), (HOSTS, AUTO)),
         _bound("shard_min_bytes", 32 * 1024, _whole(0)),
         Option("offload", "none", _one_of("none", "optimizer"), (ONE, HOSTS, AUTO)),
+        Option("layout", None, LAYOUT, (ONE, HOSTS, AUTO)),
         Option("draws_per_replica", True, ANY),
         Option("pad_batches", None, PADDING, (ONE, TPU, AUTO)),
         Option("wire_dtype", None, TPU_TYPE, (TPU, AUTO)),
@@ -208,40 +213,14 @@ class Given:
 
     def in_words(self) -> tuple[str, ...]:
         """The options that describe a strategy, as in ("shard gradients",)."""
-        return (f"shard {self['shard']}",) if self.has("shard") else ()
+        shard = (f"shard {self['shard']}",) if self.has("shard") else ()
+        return ("weights in parts by layout=", *shard) if self.has("layout") else shard
 
     @property
     def has_idle_shards(self) -> bool:
         """Whether the replicas of a host share shards, and there is only one."""
         is_alone = self.hosts > 1 and self.devices == 1 and self.has("shard")
         return is_alone and not self.has("offload")
-
-
-class WithOptions:
-    """A strategy's options as attributes."""
-
-    #: The options of this strategy.
-    given: Given
-
-    @property
-    def shard(self) -> str:
-        """The sharded state: "none", "optimizer", "gradients" or "parameters"."""
-        return str(self.given["shard"])
-
-    @property
-    def shard_group(self) -> str:
-        """Which replicas share the shards: "all", or those of each "host"."""
-        return str(self.given["shard_group"])
-
-    @property
-    def shard_min_bytes(self) -> int:
-        """The bytes below which a variable stays whole."""
-        return int(self.given["shard_min_bytes"])
-
-    @property
-    def offload(self) -> str:
-        """The state that the host keeps for the devices: "none" or "optimizer"."""
-        return str(self.given["offload"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -321,6 +300,8 @@ LIMITS: dict[Where, dict[str, Limit | str]] = {
         ),
         "shard_group": "one process drives all cores",
         "offload": "the cores keep their state",
+        "layout": "parts of a weight need a graph for each replica: a TPU has one for "
+        "all",
         "devices_per_host": "the number of a TPU's cores is fixed",
     },
     Where("on one host", lambda given: given.hosts == 1): {
@@ -485,6 +466,21 @@ LIMITS: dict[Where, dict[str, Limit | str]] = {
     ): {
         "sync.quorum": _WITHOUT_LATE_HOSTS,
         "sync.spare": _WITHOUT_LATE_HOSTS,
+    },
+    _with("layout", lambda given: not given.is_rounded): {
+        "Communication.compression": Limit(
+            "it sums whole gradients, and of a weight in parts each replica gets its "
+            "part of the sum only",
+            advice="Leave one of them out, or use wire_dtype='bfloat16'.",
+        ),
+    },
+    _with("layout"): {
+        "Communication.min_hosts": "such hosts train locally (sync=), and each host's "
+        "parts are sums over all",
+        "offload": "it is for flat shards of the optimizer's state",
+        "balance": "it needs the time that each host computes, and hosts wait for each "
+        "other's parts meanwhile",
+        "sync": "each replica would need whole weights of its own",
     },
     _with("sync"): {
         "Communication.repeated_rows": "replicas that train locally take the rows of "

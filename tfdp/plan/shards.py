@@ -108,6 +108,33 @@ def sharding_in(given: Given) -> Sharding:
     return Sharding(*map(given.__getitem__, NAMES))
 
 
+class WithOptions:
+    """A strategy's sharding options as attributes."""
+
+    #: The options of this strategy.
+    given: Given
+
+    @property
+    def shard(self) -> str:
+        """The sharded state: "none", "optimizer", "gradients" or "parameters"."""
+        return str(self.given["shard"])
+
+    @property
+    def shard_group(self) -> str:
+        """Which replicas share the shards: "all", or those of each "host"."""
+        return str(self.given["shard_group"])
+
+    @property
+    def shard_min_bytes(self) -> int:
+        """The bytes below which a variable stays whole."""
+        return int(self.given["shard_min_bytes"])
+
+    @property
+    def offload(self) -> str:
+        """The state that the host keeps for the devices: "none" or "optimizer"."""
+        return str(self.given["offload"])
+
+
 def overlap(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
     """The begin and end of what two ranges have in common; empty if begin >= end."""
     return max(one[0], other[0]), min(one[1], other[1])
@@ -152,6 +179,11 @@ class ShardLayout:
         """The shape in which the replica of shard `part` stores it."""
         return (self.shard_elements,)
 
+    @property
+    def flat(self) -> ShardLayout:
+        """The same parts of the tensor as it travels: one after the other."""
+        return self
+
     def of_hosts(self, replicas_per_host: int) -> ShardLayout:
         """The same shards, those of each host's replicas joined to one.
 
@@ -160,14 +192,16 @@ class ShardLayout:
         [(0, 8), (8, 15)]
         """
         hosts, joined = self.parts // replicas_per_host, self.shard_elements
-        return _JoinedShards(self.shape, hosts, joined * replicas_per_host)
+        return JoinedShards(self.shape, hosts, joined * replicas_per_host)
 
 
 Layouts: TypeAlias = Sequence[ShardLayout]
 
 
 @dataclasses.dataclass(frozen=True)
-class _JoinedShards(ShardLayout):
+class JoinedShards(ShardLayout):
+    """Flat shards of a given length."""
+
     joined_elements: int
 
     @property

@@ -173,7 +173,8 @@ class ShardedUpdates(PlainUpdates):
             return stock(gradients)
         dtype = _dtype_of_norms([g for g in gradients if g is not None])
         own = [tf.reduce_sum(tf.square(tf.cast(gradients[i], dtype))) for i in places]
-        squares = _total_over_shards(own, self._shards)
+        held = [variables[i] for i in places]
+        squares = _total_over_shards(own, held, self._shards)
         clipped = list(gradients)
         if optimizer.clipnorm:
             others = [i for i in range(len(gradients)) if i not in places]
@@ -203,11 +204,16 @@ def _dtype_of_norms(values: Sequence[Any]) -> tf.DType:
     return tf.float64 if is_double else tf.float32
 
 
-def _total_over_shards(own: Sequence[Any], shards: ShardUpdates) -> list[tf.Tensor]:
-    """Sums scalars over the replicas that hold the shards."""
-    dtype = _dtype_of_norms(own)
-    stacked = tf.stack([tf.cast(value, dtype) for value in own])
-    return tf.unstack(shards.reducer.sum_over(stacked, current_rank()))
+def _total_over_shards(
+    own: Sequence[Any], variables: Sequence[Any], shards: ShardUpdates
+) -> list[tf.Tensor]:
+    """Sums scalars of shards of `variables` over the replicas that hold these."""
+    dtype, rank = _dtype_of_norms(own), current_rank()
+    counted = [
+        tf.cast(value, dtype) if shards.counts(variable, rank) else tf.zeros([], dtype)
+        for value, variable in zip(own, variables, strict=True)
+    ]
+    return tf.unstack(shards.reducer.sum_over(tf.stack(counted), rank))
 
 
 def _then_gather(
@@ -229,7 +235,6 @@ def _update_shard(
     place = hooks.variable_index(optimizer, variable)
     slots = [value for value in vars(optimizer).values() if isinstance(value, list)]
     rank = updating_rank()
-    part = None if rank is None else shards.part_of(rank)
     found = current_step()
     with contextlib.ExitStack() as stack:
         if found is not None:
@@ -238,7 +243,9 @@ def _update_shard(
         for slot in slots:
             state = slot[place] if place < len(slot) else None
             if state is not None and is_stored_in_shards(state):
-                flat = {"_shape": state.value.layout.shard_shape(part)}
+                layout = state.value.layout
+                part = None if rank is None else shards.part_of(rank, layout)
+                flat = {"_shape": layout.shard_shape(part)}
                 stack.enter_context(instance_attributes(state, flat))
         return type(optimizer).update_step(optimizer, gradient, variable, *args)
 
@@ -331,7 +338,8 @@ def _update_in_phases(
     totals = [list(squares) for squares in found]
     if places:
         own = [found[layer][norm] for layer, norm in places]
-        sums = _total_over_shards(own, shards)
+        held = [pairs[layer][1] for layer, _ in places]
+        sums = _total_over_shards(own, held, shards)
         for (layer, norm), total in zip(places, sums, strict=True):
             totals[layer][norm] = tf.cast(total, found[layer][norm].dtype)
     for layer, (_, variable) in enumerate(pairs):

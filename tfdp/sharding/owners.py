@@ -20,6 +20,7 @@ from tfdp._private import keras_models
 from tfdp._private import optimizer_hooks as hooks
 from tfdp.errors import ConfigurationError
 from tfdp.plan.exclusions import variable_path
+from tfdp.plan.mesh import MeshLayout
 from tfdp.plan.owners import assign_owners, newton_schulz_cost
 from tfdp.plan.shards import OwnedLayout
 from tfdp.seams.replace import is_replaced, replace
@@ -97,12 +98,25 @@ def _build(optimizer: Any, variables: Sequence[Any]) -> None:
             "it updates whole matrices, each on one replica, and there one program "
             "serves all replicas. Use shard='none'."
         )
+    for variable in owned:
+        refuse_block(optimizer, variable)
     new = [variable for variable in owned if variable.value.owner is None]
     costs = [rule.cost(tuple(variable.shape)) for variable in new]
     for variable, owner in zip(new, assign_owners(costs, shards.loads), strict=True):
         variable.value.owner = owner
     build(variables)
     _place_state(optimizer, variables, owned, shards)
+
+
+def refuse_block(optimizer: Any, variable: Any) -> None:
+    """Refuses a weight that a mesh cuts, for an optimizer that updates it whole."""
+    if isinstance(variable.value.layout, MeshLayout):
+        raise ConfigurationError(
+            f"The optimizer {type(optimizer).__name__} updates the whole of the weight "
+            f"{variable_path(variable)!r}, which a rule of layout= cuts: no replica "
+            "has the whole. Take the rule out, or use an optimizer that updates each "
+            "element by itself, such as AdamW."
+        )
 
 
 def owned_by(optimizer: Any, variables: Sequence[Any]) -> list[Any]:

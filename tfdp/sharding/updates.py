@@ -20,6 +20,7 @@ from tfdp.exchange.reducer import Reducer
 from tfdp.exchange.shards import ShardReducer, copied_shard, elements_of, shard_of
 from tfdp.lint.registry import key_of, register
 from tfdp.lint.values import Term, Value
+from tfdp.plan.mesh import MeshLayout
 from tfdp.plan.shards import OwnedLayout, Sharding, ShardLayout
 from tfdp.sharding.owners import place_when_built
 from tfdp.sharding.variables import (
@@ -100,36 +101,51 @@ class ShardUpdates:
         """Notes an optimizer that is made under the strategy."""
         place_when_built(optimizer)
 
+    def layout_of_new(self, kwargs: dict[str, Any], value: Any) -> ShardLayout:
+        """The layout of a variable about to be created."""
+        reference = kwargs.get("colocate_with")
+        return getattr(reference, "update_layout", None) or self.layout_of(value)
+
     def layout_of(self, value: Any) -> ShardLayout:
         return ShardLayout(tuple(value.shape.as_list()), self.transport.parts)
 
-    def part_of(self, rank: int) -> int:
+    def part_of(self, rank: int, layout: ShardLayout) -> int:
         """The shard that a replica of this process holds."""
-        return self.transport.part_of(rank)
+        return self.reducer.of(layout).part_of(rank)
 
     def own_shape(self, variable: Any, rank: int) -> tuple[int, ...]:
         """The shape of the gradient's shard that a replica of this process gets."""
-        return distributed_of(variable).update_layout.shard_shape(self.part_of(rank))
+        layout = distributed_of(variable).update_layout
+        return layout.shard_shape(self.part_of(rank, layout))
+
+    def counts(self, variable: Any, rank: int) -> bool:
+        """Whether a sum over all parts takes a replica's: of copies the first's."""
+        layout = distributed_of(variable).layout
+        if not isinstance(layout, MeshLayout):
+            return True
+        return layout.copies.place_of(self._strategy.extended.first_rank + rank) == 0
 
     def whole(
         self, shards: Sequence[tf.Tensor], layout: ShardLayout, name: str
     ) -> tf.Tensor:
         """A whole variable, from all shards; every host must call it."""
         label = f"the whole of {name!r}, of which every host reads and holds a part"
-        return self.reducer.join(shards, layout, label)
+        return self.reducer.of(layout).join(shards, layout, label)
 
     def own_range(self, variable: Any) -> tf.Tensor:
         """The elements that this process's replicas hold, or update: flat."""
         ranks, layout = range(len(self._devices)), variable.layout
+        parts = [self.part_of(rank, layout) for rank in ranks]
         if isinstance(variable, ShardUpdatedVariable):
-            start, _ = layout.bounds(self.part_of(ranks[0]))
-            _, stop = layout.bounds(self.part_of(ranks[-1]))
+            start, _ = layout.bounds(parts[0])
+            _, stop = layout.bounds(parts[-1])
             return tf.reshape(variable.values[0].read_value(), [-1])[start:stop]
+        shards = [tf.convert_to_tensor(variable.shard(rank)) for rank in ranks]
+        if isinstance(layout, MeshLayout):  # of which each host holds all
+            return tf.reshape(self.whole(shards, layout, variable.name), [-1])
         pieces = [
-            elements_of(
-                tf.convert_to_tensor(variable.shard(rank)), layout, self.part_of(rank)
-            )
-            for rank in ranks
+            elements_of(shard, layout, part)
+            for shard, part in zip(shards, parts, strict=True)
         ]
         return tf.concat(pieces, axis=0)
 
@@ -144,13 +160,14 @@ class ShardUpdates:
         reference = kwargs.get("colocate_with")
         layout = self._layout_to_make
         if layout is None:
-            layout = getattr(reference, "update_layout", self.layout_of(value))
+            layout = self.layout_of_new(kwargs, value)
         common = {k: v for k, v in kwargs.items() if k not in NOT_OF_A_SHARD}
         shards: list[tf.Variable] = []
         is_state = reference is not None or self._layout_to_make is not None
         is_gradient = issubclass(variable_class, LocalShardVariable)
         is_offloaded = self._is_offloading and is_state and not is_gradient
         for rank, device in enumerate(self._devices):
+            part = self.part_of(rank, layout)
             if is_offloaded:
                 device = host_of(device)
             if rank:
@@ -159,7 +176,7 @@ class ShardUpdates:
                 common["name"] = f"{first}/replica_{rank}/"
             with names.stop_recording():
                 with tf.device(variable_class.cutting_device or device):
-                    own = copied_shard(value, layout, self.part_of(rank))
+                    own = copied_shard(value, layout, part)
                 with tf.device(device):
                     shards.append(next_creator(**common, initial_value=own))
         none = tf.VariableAggregation.NONE
@@ -179,6 +196,7 @@ class ShardUpdates:
     def read(self, variable: ShardedVariable, rank: Any) -> tf.Tensor:
         """The whole variable, in a replica; its gradient is the replica's shard."""
         layout, own = variable.update_layout, variable.shard(rank)
+        reducer = self.reducer.of(layout)
         # Cast before the gather what the layer would cast after it: half the bytes, the
         # same numbers. Gradients are summed in the variable's own type.
         dtype = autocast_dtype() if variable.autocasts else None
@@ -193,7 +211,7 @@ class ShardUpdates:
         @tf.custom_gradient
         def gather(shard: tf.Tensor) -> tuple[tf.Tensor, Callable]:
             shards = [tf.cast(shard, dtype)]
-            [whole] = self.reducer.all_gather(shards, [variable.layout], rank)
+            [whole] = reducer.all_gather(shards, [variable.layout], rank)
             return tf.cast(whole, dtype), scatter
 
         def scatter(upstream: Any) -> tf.Tensor:
@@ -202,9 +220,7 @@ class ShardUpdates:
             step = self._strategy.extended.current_step
             upstream = step.own_gradient(rank, upstream)
             with exchanges_of(name):
-                [own] = self.reducer.reduce_scatter(
-                    [upstream], [layout], rank, label=label
-                )
+                [own] = reducer.reduce_scatter([upstream], [layout], rank, label=label)
             step.trace(rank).of(ShardTrace).gradients[key_of(own)] = own
             register(own, Value(terms=frozenset({Term.SHARD})))
             return own
@@ -248,11 +264,18 @@ class ShardUpdates:
         target = self._target(variable, rank)
         if isinstance(target, ShardView) and isinstance(target.layout, OwnedLayout):
             target.is_assigned = True  # by its owner, and all replicas take part
-        if not _holds_part(target, variable, self.part_of(rank)):
+        if not self._holds_part(target, variable, rank):
             return None
         device = self._device_of_update(variable, target.device)
         with tf.device(device), shard_update(rank):
             return fn(target, *args, **(kwargs or {}))
+
+    def _holds_part(self, target: Any, variable: Any, rank: Any) -> bool:
+        """Whether a replica updates any of `variable`: all do but for an owner's."""
+        layout = getattr(target, "layout", variable.layout)
+        if not isinstance(layout, OwnedLayout):
+            return True
+        return layout.owner == self.part_of(rank, layout)
 
     @contextlib.contextmanager
     def updating_on_devices(self) -> Iterator[None]:
@@ -275,9 +298,8 @@ class ShardUpdates:
         if isinstance(variable, ShardedVariable):
             return variable.shard(rank) if view is None else view
         if view is None or (view.graph is not graph and not view.is_assigned):
-            view = ShardView(
-                variable, self.part_of(rank), names.own_copy(variable, rank)
-            )
+            part = self.part_of(rank, variable.update_layout)
+            view = ShardView(variable, part, names.own_copy(variable, rank))
             views[id(variable)] = view
         return view
 
@@ -301,9 +323,8 @@ class ShardUpdates:
         views = self._strategy.extended.current_step.trace(rank).of(ShardTrace).views
         for variable, whole in zip(owned, wholes, strict=True):
             stored = variable.shard(rank)
-            views[id(variable)] = ShardView(
-                variable, self.part_of(rank), stored, value=whole
-            )
+            part = self.part_of(rank, variable.update_layout)
+            views[id(variable)] = ShardView(variable, part, stored, value=whole)
 
     def gather_updated(self) -> None:
         """Copies the shards that the replicas assigned into all copies."""
@@ -341,10 +362,11 @@ class ShardUpdates:
             if isinstance(variable, ShardedVariable):
                 target = variable.shard(rank)
             else:
-                part, copy = self.part_of(rank), variable.values[rank]
+                part = self.part_of(rank, variable.update_layout)
+                copy = variable.values[rank]
                 target = ShardView(variable, part, copy)
             targets.append(target)
-            if not _holds_part(target, variable, self.part_of(rank)):
+            if not self._holds_part(target, variable, rank):
                 continue
             device = self._device_of_update(variable, target.device)
             with tf.device(device), names.UpdateContext(rank), shard_update(rank):
@@ -359,16 +381,10 @@ class ShardUpdates:
                     target.copy.assign(whole)
 
 
-def _holds_part(target: Any, variable: Any, part: Any) -> bool:
-    """Whether a replica updates any of `variable`: all do but for an owner's."""
-    layout = getattr(target, "layout", variable.layout)
-    return not isinstance(layout, OwnedLayout) or layout.owner == part
-
-
 def _check_no_whole_variables(variable: Any, arguments: Any) -> None:
     """Refuses gradients of whole variables, from an optimizer without overrides."""
     layout = variable.layout
-    whole, shard = tf.TensorShape(layout.shape), tf.TensorShape([layout.shard_elements])
+    whole, shard = tf.TensorShape(layout.shape), tf.TensorShape(layout.shard_shape(0))
     has_owner = isinstance(layout, OwnedLayout)
     for value in tf.nest.flatten(arguments):
         # Variables are skipped: sharded ones read as a shard within an update.

@@ -178,7 +178,8 @@ class ShardedVariable(InShards, DistributedVariable):
         for rank in self._ranks_here():
             device = self._values[rank].device
             with tf.device(self.cutting_device or device):
-                own = copied_shard(whole, self.layout, self._shards.part_of(rank))
+                part = self._shards.part_of(rank, self.layout)
+                own = copied_shard(whole, self.layout, part)
             with tf.device(device):
                 update_fn(self._values[rank], own, **kwargs)
         return self
@@ -233,7 +234,8 @@ class LocalShardVariable(ShardedVariable):
             return super()._update(update_fn, tensor, **kwargs)
         rank = current_rank()
         # Keras resets accumulators to zeros of the whole shape.
-        if tensor.shape != self.layout.shard_shape(self._shards.part_of(rank)):
+        part = self._shards.part_of(rank, self.layout)
+        if tensor.shape != self.layout.shard_shape(part):
             return super()._update(update_fn, tensor, **kwargs)
         return update_fn(self._values[rank], tensor, **kwargs)
 
@@ -252,7 +254,7 @@ class ShardUpdatedVariable(InShards, ReplicaMirroredVariable):
         rank = updating_rank()
         if rank is None:
             return super()._get()
-        part = self.distribute_strategy.extended.shards.part_of(rank)
+        part = self.distribute_strategy.extended.shards.part_of(rank, self.layout)
         # An update on the host copies the piece, not the whole.
         with tf.device(self._values[rank].device):
             return shard_of(self._values[rank].read_value(), self.layout, part)

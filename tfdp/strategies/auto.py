@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import keras
 import tensorflow as tf
 
 from tfdp.cluster import Cluster, find_cluster
@@ -36,6 +37,7 @@ def auto_strategy(
     shard_group: str = "all",
     shard_min_bytes: int = 32 * 1024,
     offload: str = "none",
+    layout: Any = None,
     draws_per_replica: bool = True,
     pad_batches: bool | int | None = None,
     wire_dtype: str | None = None,
@@ -70,6 +72,10 @@ def auto_strategy(
       shard_min_bytes: variables below this size, in bytes, are not sharded.
       offload: "optimizer": the sharded optimizer state stays in host memory, where the
         CPU updates it; see docs/sharding.md#offload. "none": on the devices.
+      layout: a `LayoutMap` or `ModelParallel` of `keras.distribution`: its mesh has one
+        device per replica, and its rules say which axes cut which weights; see
+        docs/layouts.md. None takes the `ModelParallel` that
+        `keras.distribution.set_distribution` was given, if any: else weights are whole.
       draws_per_replica: True: dropout, noise and augmentation layers draw differently
         on every replica, reproducibly from their seed. False: identical draws.
       pad_batches: True: short batches are padded with rows that have no effect, so that
@@ -96,6 +102,8 @@ def auto_strategy(
     ```
     """
     communication = checked_communication(communication)
+    if layout is None:
+        layout = given_distribution()
     sharding = sharding_of(
         shard, group=shard_group, min_bytes=shard_min_bytes, offload=offload
     )
@@ -109,6 +117,7 @@ def auto_strategy(
             options_of(
                 communication,
                 sharding,
+                layout=layout,
                 draws_per_replica=draws_per_replica,
                 pad_batches=pad_batches,
                 wire_dtype=wire_dtype,
@@ -138,6 +147,12 @@ def auto_strategy(
         strategy = DataParallelStrategy(devices, **options)
     strategy.idle_options = idle
     return strategy
+
+
+def given_distribution() -> Any:
+    """The `ModelParallel` that `set_distribution` was given; None: it was not."""
+    given = keras.distribution.distribution()
+    return given if isinstance(given, keras.distribution.ModelParallel) else None
 
 
 def _own_devices(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -47,6 +48,7 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
       shard: see `auto_strategy`.
       shard_min_bytes: see `auto_strategy`.
       offload: see `auto_strategy`.
+      layout: see `auto_strategy`.
       draws_per_replica: see `auto_strategy`.
       pad_batches: see `auto_strategy`; `jit_compile=True` then compiles once.
       alone: True: each worker of a launcher trains its own model. False: refused there;
@@ -80,6 +82,7 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
         shard: str | int | Sharding = "none",
         shard_min_bytes: int = 32 * 1024,
         offload: str = "none",
+        layout: Any = None,
         draws_per_replica: bool = True,
         pad_batches: bool | int | None = None,
         alone: bool = False,
@@ -91,9 +94,14 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
         communication = checked_communication(communication)
         sharding = sharding_of(shard, min_bytes=shard_min_bytes, offload=offload)
         others = {"draws_per_replica": draws_per_replica, "pad_batches": pad_batches}
+        others["layout"] = layout
         self.given = Given(ONE, 1, options_of(communication, sharding, **others))
         refuse_options(self.given)
         self.pad_batches = pad_batches or False
+        if devices is None and layout is not None:
+            from tfdp.grid.layouts import devices_of
+
+            devices = devices_of(layout)
         self._extend(find_devices(devices), communication)
 
     def _extend(self, devices: tuple[str, ...], communication: Communication) -> None:

@@ -72,6 +72,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
       shard_group: see `auto_strategy`.
       shard_min_bytes: see `auto_strategy`.
       offload: see `auto_strategy`.
+      layout: see `auto_strategy`.
       draws_per_replica: see `auto_strategy`.
       balance: see `auto_strategy`, and docs/stragglers.md.
 
@@ -114,6 +115,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         shard_group: str = "all",
         shard_min_bytes: int = 32 * 1024,
         offload: str = "none",
+        layout: Any = None,
         draws_per_replica: bool = True,
         balance: str | None = None,
     ):
@@ -125,8 +127,9 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
             shard, group=shard_group, min_bytes=shard_min_bytes, offload=offload
         )
         communication = checked_communication(communication)
-        others = {"devices_per_host": devices_per_host, "balance": balance}
-        others["draws_per_replica"] = draws_per_replica
+        others: dict[str, Any] = {"balance": balance}
+        others["devices_per_host"] = devices_per_host
+        others.update(draws_per_replica=draws_per_replica, layout=layout)
         options = options_of(communication, sharding, **others)
         self.given = Given(HOSTS, found.workers, options)
         refuse_options(self.given)

@@ -63,13 +63,17 @@ class ReplicaExtended(LastingInput):
         """Acts by the options that `strategy` is given; call it with a reducer."""
         self._draws_per_replica = bool(strategy.given["draws_per_replica"])
         sharding = sharding_in(strategy.given)
-        if sharding.is_needed(self.reducer.transport.parts):
-            from tfdp.sharding.optimizers import ShardedUpdates
-            from tfdp.sharding.updates import ShardUpdates
+        is_needed = sharding.is_needed(self.reducer.transport.parts)
+        if not is_needed and not strategy.given.has("layout"):
+            return
+        from tfdp.sharding.optimizers import ShardedUpdates
+        from tfdp.sharding.updates import ShardUpdates
 
-            shards_class = self.shards_class or ShardUpdates
-            self.shards = shards_class(strategy, devices, self.reducer, sharding)
-            self.updates = ShardedUpdates(self.shards)
+        shards_class = self.shards_class or ShardUpdates
+        if strategy.given.has("layout"):
+            from tfdp.grid.updates import GridUpdates as shards_class
+        self.shards = shards_class(strategy, devices, self.reducer, sharding)
+        self.updates = ShardedUpdates(self.shards)
 
     def update(
         self,

@@ -37,7 +37,8 @@ from tfdp.errors import (
     LocalMeanWarning,
     LocalStateWarning,
 )
-from tfdp.plan.options import TPU, WithOptions
+from tfdp.plan.options import TPU
+from tfdp.plan.shards import WithOptions
 from tfdp.step import build, distillation  # noqa: F401 (replace methods of Keras)
 from tfdp.step.find_optimizers import optimizers_of
 from tfdp.step.observers import forget_failed_fit

@@ -21,10 +21,23 @@ def settings_of(given: Given, devices_per_host: int) -> dict[str, Any]:
         **{
             name: repr(value) if isinstance(value, Compression) else value
             for name, value in values.items()
+            if name != "layout"
         },
+        "layout": _rules_of(given["layout"]),
         "keras.config.dtype_policy()": keras.config.dtype_policy().name,
         "keras.config.floatx()": keras.config.floatx(),
     }
+
+
+def _rules_of(layout: Any) -> str | None:
+    """The mesh of `layout=` and its rules, as text; None: there are none."""
+    if layout is None:
+        return None
+    from tfdp.grid.layouts import distribution_of, mesh_of, rules_of
+
+    distribution = distribution_of(layout)
+    rules = (f"{rule}: {axes}" for rule, axes in rules_of(distribution).items())
+    return f"{mesh_of(distribution)}; {', '.join(rules)}"
 
 
 def policies_of(model: Any) -> str:

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from tfdp._private.optimizer_hooks import CLIP, by_keras, strategy_of
 from tfdp.errors import ConfigurationError
+from tfdp.plan.mesh import MeshLayout
 from tfdp.plan.shards import OwnedLayout, ShardLayout
 
 
@@ -85,8 +86,10 @@ def parts_on_each_host(variable: Any) -> tuple[int, ...] | None:
     if not is_stored_in_shards(variable):
         return None
     strategy = variable.distribute_strategy
-    ranks = range(len(variable.values) if strategy.shard_group == "host" else 0)
-    return tuple(map(strategy.extended.shards.part_of, ranks))
+    layout, shards = variable.layout, strategy.extended.shards
+    is_on_each = strategy.shard_group == "host" or isinstance(layout, MeshLayout)
+    ranks = range(len(variable.values) if is_on_each else 0)
+    return tuple(shards.part_of(rank, layout) for rank in ranks)
 
 
 class PlainUpdates:

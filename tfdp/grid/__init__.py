@@ -1,0 +1,1 @@
+"""A second axis: weights that a mesh cuts by Keras' layouts (`layout=`)."""
