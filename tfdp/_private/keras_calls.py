@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from tfdp._private.names import keras_state
 from tfdp.seams.replace import replace_for_good
 from tfdp.seams.table import LOOP, MODEL, VARIABLE
 
@@ -75,6 +76,12 @@ def is_made_for_autocast() -> bool:
 def variable_of_caller() -> Any:
     """The Keras variable whose TensorFlow variable is being created; else None."""
     return _calls.now.initialized
+
+
+def layer_of_caller() -> Any:
+    """The layer, or other object of Keras, that is creating a variable; else None."""
+    stack = keras_state.get_global_attribute("name_scope_stack") or []
+    return getattr(stack[-1], "caller", None) if stack else None
 
 
 def is_building_model() -> bool:

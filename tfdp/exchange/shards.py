@@ -39,18 +39,19 @@ class ShardReducer:
         those that hold the same part, over which sums go on."""
         self._reducer, self._transport = reducer, among or reducer.transport
         self._copies = copies
-        self._of_groups: dict[Groups, ShardReducer] = {}
+        self._of_groups: dict[tuple[Groups, Groups], ShardReducer] = {}
 
     def of(self, layout: ShardLayout) -> ShardReducer:
         """The exchanges among the replicas that share the parts of `layout`."""
         if not isinstance(layout, MeshLayout):
             return self
-        if layout.groups not in self._of_groups:
-            among, copies = self._reducer.transport.among, layout.copies
+        key = groups, copies = layout.groups, layout.copies
+        if key not in self._of_groups:
+            among = self._reducer.transport.among
             others = among(copies) if len(copies[0]) > 1 else None
-            made = ShardReducer(self._reducer, among(layout.groups), others)
-            self._of_groups[layout.groups] = made
-        return self._of_groups[layout.groups]
+            made = ShardReducer(self._reducer, among(groups), others)
+            self._of_groups[key] = made
+        return self._of_groups[key]
 
     def part_of(self, rank: Any) -> int:
         """The part that a replica of this process holds."""

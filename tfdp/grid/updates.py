@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
+from tfdp._private.keras_calls import layer_of_caller
 from tfdp._private.optimizer_hooks import ACCUMULATOR_NAME
 from tfdp.exchange.reducer import Reducer
+from tfdp.grid.kinds import layers_in_parts
 from tfdp.grid.layouts import layouts_of
+from tfdp.grid.moved_rows import RowMover
+from tfdp.grid.parts import PartsInUse, part_overrides
 from tfdp.plan.mesh import MeshLayout
 from tfdp.plan.shards import Sharding, ShardLayout
+from tfdp.seams.replace import Override
 from tfdp.sharding.updates import ShardUpdates
 from tfdp.sharding.variables import LocalShardVariable, ShardedVariable
+from tfdp.tracing.step import current_step
 from tfdp.variables.in_shards import InShards
 
 
@@ -37,6 +45,8 @@ class GridUpdates(ShardUpdates):
         super().__init__(strategy, devices, reducer, sharding)
         layout = strategy.given["layout"]
         self.layouts = layouts_of(layout, reducer.transport.topology)
+        #: Layers with weights that a mesh cuts.
+        self._layers: weakref.WeakSet[keras.Layer] = weakref.WeakSet()
 
     def class_of(self, kwargs: dict[str, Any], value: tf.Tensor) -> type | None:
         reference = kwargs.get("colocate_with")
@@ -48,9 +58,45 @@ class GridUpdates(ShardUpdates):
                 return LocalShardVariable  # its gradients are sums already
             return MeshVariable if found is ShardedVariable else found
         if self.layouts.layout_of_new(kwargs) is not None:
+            layer = layer_of_caller()
+            if isinstance(layer, keras.Layer):
+                self._layers.add(layer)
             return MeshVariable
         return super().class_of(kwargs, value) if self.stage else None
 
     def layout_of_new(self, kwargs: dict[str, Any], value: Any) -> ShardLayout:
         layout = self.layouts.layout_of_new(kwargs)
         return super().layout_of_new(kwargs, value) if layout is None else layout
+
+    def overrides(self) -> Iterable[Override]:
+        if self.transport.among(self.transport.topology.within_hosts).swap is None:
+            return ()  # it cannot send rows to chosen replicas: layers gather weights
+        return part_overrides(layers_in_parts(self._layers, layout_of), self.mover_of)
+
+    def mover_of(self, along: str) -> RowMover | None:
+        """Moves rows of the calling replica; None: where replicas cannot exchange."""
+        found, graph = current_step(), tf.compat.v1.get_default_graph()
+        if found is None or tf.distribute.get_replica_context() is None:
+            return None
+        # A layer in a loop or a function reads the whole weight, outside of it.
+        if graph is not self.transport.order.run_graph:
+            return None
+        step, rank = found
+        transport = self.transport.among(self.layouts.mesh.groups([along]))
+        return RowMover(transport, step.trace(rank))
+
+    def read(self, variable: ShardedVariable, rank: Any) -> tf.Tensor:
+        """The whole variable, or its part along an axis while a layer computes so."""
+        step = self._strategy.extended.current_step
+        along = step.trace(rank).of(PartsInUse).along.get(id(variable))
+        if along is None:
+            return super().read(variable, rank)
+        block = variable.layout.block_along(along)
+        # No dummy row is among the rows of the group.
+        return self.read_from(variable, block, rank, lambda gradient: gradient)
+
+
+def layout_of(weight: keras.Variable) -> MeshLayout | None:
+    """How a weight rests in parts; None: it is whole, or in flat shards."""
+    layout = getattr(weight.value, "layout", None)
+    return layout if isinstance(layout, MeshLayout) else None

@@ -141,12 +141,20 @@ def outside_replicas(communication: Communication, hosts: int) -> Communication:
     return dataclasses.replace(communication, compression_across="hosts", **rest)
 
 
-def checked_communication(given: Communication | None) -> Communication:
-    """The argument `communication` of a strategy; None: the defaults."""
+def checked_communication(
+    given: Communication | None, layout: Any = None
+) -> Communication:
+    """The argument `communication` of a strategy; None: the defaults.
+
+    With a `layout` the rows of a word that repeats are added up first, as Keras does on
+    JAX: on every mesh, whether its axes cut the table or not.
+    """
     if given is None:
-        return Communication()
+        given = Communication()
     if not isinstance(given, Communication):
         raise ConfigurationError(
             f"communication must be None or a tfdp.Communication. Received: {given!r}."
         )
-    return given
+    if layout is None:
+        return given
+    return dataclasses.replace(given, repeated_rows="sum")

@@ -128,6 +128,8 @@ class MeshLayout(ShardLayout):
 
     mesh: Mesh
     axes: Axes
+    #: Axes along which replicas hold blocks of different tensors.
+    apart: tuple[str, ...] = ()
 
     @property
     def shard_elements(self) -> int:
@@ -152,7 +154,21 @@ class MeshLayout(ShardLayout):
     @property
     def copies(self) -> Groups:
         """The replicas that hold the same part."""
-        return self.mesh.groups(set(self.mesh.names) - set(self._cutting))
+        return self.mesh.groups({*self.mesh.names} - {*self._cutting, *self.apart})
+
+    def block_along(self, axis: str) -> MeshLayout:
+        """The block at each place on `axis`, as a tensor that the other axes cut.
+
+        >>> mesh = Mesh((2, 2), ("data", "model"), "data")
+        >>> block = mesh.layout((4, 6), ("data", "model")).block_along("model")
+        >>> block.shape, block.axes, block.parts
+        ((4, 3), ('data', None), 2)
+        """
+        size, at = self.mesh.size(axis), self.axes.index(axis)
+        shape = tuple(n // size if i == at else n for i, n in enumerate(self.shape))
+        axes = tuple(None if i == at else one for i, one in enumerate(self.axes))
+        parts = self.parts // size
+        return MeshLayout(shape, parts, self.mesh, axes, (*self.apart, axis))
 
     @property
     def flat(self) -> ShardLayout:

@@ -123,14 +123,12 @@ def is_of_keras_3_16() -> bool:
     return tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 16)
 
 
+IN_PARTS = "a layer computes with its replica's part of a weight (layout=)"
 SINCE_3_16 = (
     *_seams(ARRAYS, "always", "epochs differ in order", _tf_shuffle="(self, tensors)"),
     *_seams(LOOP, "always", "numbers passes over arrays", _get_iterator="(self)"),
     *_seams(
-        MODEL,
-        "always",
-        "a step takes its batch in its graph, and is traced once",
-        _make_function="(self, step_function)",
+        MODEL, "always", "it is traced once", _make_function="(self, step_function)"
     ),
 )
 
@@ -233,6 +231,15 @@ SEAMS: tuple[Seam, ...] = (
         "always",
         "a condition that depends on the rank is known to differ by replica",
     ),
+    *(
+        Seam(f"keras.layers:{layer}", "call", signature, "step", IN_PARTS)
+        for layer, signature in (
+            ("Dense", "(self, inputs, training=None)"),
+            ("EinsumDense", "(self, inputs, training=None)"),
+            ("Embedding", "(self, inputs)"),
+            ("ReversibleEmbedding", "(self, inputs, reverse=False)"),
+        )
+    ),
     # What Keras does to variables, metrics, models and loops.
     *_seams(
         VARIABLE,
@@ -248,12 +255,11 @@ SEAMS: tuple[Seam, ...] = (
         "always",
         "notes the Keras variable whose TensorFlow variable is created",
     ),
-    Seam(
+    *_seams(
         "keras.metrics:Mean",
-        "update_state",
-        "(self, values, sample_weight=None)",
         "always",
         "a number of all rows of a replica counts by the replica's rows",
+        update_state="(self, values, sample_weight=None)",
     ),
     Seam(
         "keras.metrics:MeanMetricWrapper",
@@ -544,13 +550,14 @@ def moved_seams(seams: tuple[Seam, ...] = SEAMS) -> list[str]:
     """The seams that differ from the table, each with what is there instead."""
     found = []
     for seam in seams:
+        is_data = seam.signature == DATA
         try:
-            owner: Any = owner_of(seam)
-            method = owner if seam.signature == DATA else getattr(owner, seam.attribute)
+            method = owner_of(seam)
+            method = method if is_data else getattr(method, seam.attribute)
         except (ImportError, AttributeError):
             found.append(f"{seam.owner} has no {seam.attribute}")
             continue
-        if seam.signature in (None, DATA):
+        if seam.signature is None or is_data:
             continue  # data is found missing where it is replaced
         there = _parameters(inspect.signature(method))
         if there != seam.signature:
@@ -588,8 +595,6 @@ def checked_versions() -> str:
 
 def _parameters(signature: inspect.Signature) -> str:
     """The parameters as text, without annotations."""
-    bare = [
-        one.replace(annotation=inspect.Parameter.empty)
-        for one in signature.parameters.values()
-    ]
+    none = inspect.Parameter.empty
+    bare = [one.replace(annotation=none) for one in signature.parameters.values()]
     return str(inspect.Signature(bare))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -22,6 +23,7 @@ from tfdp.lint.registry import key_of, register
 from tfdp.lint.values import Term, Value
 from tfdp.plan.mesh import MeshLayout
 from tfdp.plan.shards import OwnedLayout, Sharding, ShardLayout
+from tfdp.seams.replace import Override
 from tfdp.sharding.owners import place_when_built
 from tfdp.sharding.variables import (
     LocalShardVariable,
@@ -100,6 +102,10 @@ class ShardUpdates:
     def note_optimizer(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Notes an optimizer that is made under the strategy."""
         place_when_built(optimizer)
+
+    def overrides(self) -> Iterable[Override]:
+        """The methods of layers that are replaced while replicas are traced."""
+        return ()
 
     def layout_of_new(self, kwargs: dict[str, Any], value: Any) -> ShardLayout:
         """The layout of a variable about to be created."""
@@ -195,13 +201,30 @@ class ShardUpdates:
 
     def read(self, variable: ShardedVariable, rank: Any) -> tf.Tensor:
         """The whole variable, in a replica; its gradient is the replica's shard."""
-        layout, own = variable.update_layout, variable.shard(rank)
-        reducer = self.reducer.of(layout)
+        own_gradient = self._strategy.extended.current_step.own_gradient
+        layout = variable.update_layout
+        return self.read_from(
+            variable, layout, rank, functools.partial(own_gradient, rank)
+        )
+
+    def read_from(
+        self,
+        variable: ShardedVariable,
+        layout: ShardLayout,
+        rank: Any,
+        own_gradient: Callable[[tf.Tensor], tf.Tensor],
+    ) -> tf.Tensor:
+        """The tensor of which the replica's shard is a part by `layout`.
+
+        `own_gradient`: leaves out of its gradient what comes from dummy rows.
+        """
+        own, reducer = variable.shard(rank), self.reducer.of(layout)
         # Cast before the gather what the layer would cast after it: half the bytes, the
         # same numbers. Gradients are summed in the variable's own type.
         dtype = autocast_dtype() if variable.autocasts else None
         if dtype is None or dtype.size > variable.dtype.size:
             dtype = variable.dtype
+        stored = variable.layout if layout == variable.update_layout else layout
 
         # The order in which gradients are computed may differ between replicas, and
         # with the static shapes of a host, so the number of the read matches them.
@@ -211,16 +234,16 @@ class ShardUpdates:
         @tf.custom_gradient
         def gather(shard: tf.Tensor) -> tuple[tf.Tensor, Callable]:
             shards = [tf.cast(shard, dtype)]
-            [whole] = reducer.all_gather(shards, [variable.layout], rank)
+            [whole] = reducer.all_gather(shards, [stored], rank)
             return tf.cast(whole, dtype), scatter
 
         def scatter(upstream: Any) -> tf.Tensor:
             upstream = tf.cast(tf.convert_to_tensor(upstream), variable.dtype)
-            check_whole_gradient(variable, upstream)
-            step = self._strategy.extended.current_step
-            upstream = step.own_gradient(rank, upstream)
+            check_whole_gradient(variable, upstream, layout)
+            upstream = own_gradient(upstream)
             with exchanges_of(name):
                 [own] = reducer.reduce_scatter([upstream], [layout], rank, label=label)
+            step = self._strategy.extended.current_step
             step.trace(rank).of(ShardTrace).gradients[key_of(own)] = own
             register(own, Value(terms=frozenset({Term.SHARD})))
             return own

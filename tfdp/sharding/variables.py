@@ -78,12 +78,14 @@ def _checked(value: Any, dtype: tf.DType, layout: ShardLayout) -> tf.Tensor:
     return tensor
 
 
-def check_whole_gradient(variable: ShardedVariable, gradient: tf.Tensor) -> None:
-    """Refuses a gradient that has the shape of a shard, not of the whole variable."""
-    if gradient.shape.is_compatible_with(variable.shape):
+def check_whole_gradient(
+    variable: ShardedVariable, gradient: tf.Tensor, layout: ShardLayout
+) -> None:
+    """Refuses a gradient that has the shape of a shard, not of what was read."""
+    if gradient.shape.is_compatible_with(layout.shape):
         return
     raise ConfigurationError(
-        f"The gradient of {variable.name!r}, of shape {variable.shape}, has shape "
+        f"The gradient of {variable.name!r}, of shape {layout.shape}, has shape "
         f"{gradient.shape}. The variable is stored in shards, and tf.recompute_grad or "
         "a tf.custom_gradient with `variables` confuses the gradient of the replica's "
         "shard with that of the whole. Use tfdp.remat(layer), which gathers the "

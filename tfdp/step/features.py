@@ -95,7 +95,12 @@ class Losses(Feature):
 
 
 class ShardsOfSums(Feature):
-    """A replica gets its shard of a gradient's sum (`shard=`)."""
+    """A replica gets its shard of a gradient's sum (`shard=`), and layers may compute
+    with its part of a weight (`layout=`)."""
+
+    def overrides(self, call: StepCall) -> Iterable[Override]:
+        shards = call.strategy.extended.shards
+        return () if shards is None else shards.overrides()
 
     def stages(self, reduction: Reduction) -> Iterator[Stage]:
         shards = tf.distribute.get_strategy().extended.shards

@@ -91,7 +91,7 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
         check_versions()
         if not alone:
             refuse_among_workers()
-        communication = checked_communication(communication)
+        communication = checked_communication(communication, layout)
         sharding = sharding_of(shard, min_bytes=shard_min_bytes, offload=offload)
         others = {"draws_per_replica": draws_per_replica, "pad_batches": pad_batches}
         others["layout"] = layout

@@ -126,7 +126,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         sharding = sharding_of(
             shard, group=shard_group, min_bytes=shard_min_bytes, offload=offload
         )
-        communication = checked_communication(communication)
+        communication = checked_communication(communication, layout)
         others: dict[str, Any] = {"balance": balance}
         others["devices_per_host"] = devices_per_host
         others.update(draws_per_replica=draws_per_replica, layout=layout)

@@ -1,0 +1,216 @@
+"""Layers that compute with parts of their weights are as exact as whole ones."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdp
+from tests.support.grids import (
+    HEADS,
+    HIDDEN,
+    VOCABULARY,
+    WIDTH,
+    WORDS,
+    grid,
+    trained,
+)
+from tests.support.parity import UNIT_ROUND_OFF, largest_distance, rounding_bound
+
+layers = keras.layers
+
+
+class DenseGradients(keras.Model):
+    """Gradients of tables are added up first, as under `layout=` and on JAX."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
+        self.optimizer.apply(gradients, self.trainable_variables)
+        self._loss_tracker.update_state(loss, sample_weight=tf.shape(y)[0])
+        return {metric.name: metric.result() for metric in self.metrics}
+
+
+def block(model=keras.Model):
+    """A transformer's block over masked words."""
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((WORDS,), dtype="int32")
+    x = layers.Embedding(VOCABULARY, WIDTH, name="words", mask_zero=True)(inputs)
+    attention = layers.MultiHeadAttention(HEADS, WIDTH // HEADS, name="attention")
+    x = layers.Add()([x, attention(x, x, use_causal_mask=True)])
+    x = layers.LayerNormalization(name="norm")(x)
+    hidden = layers.Dense(HIDDEN, "gelu", name="up")(x)
+    x = layers.Add()([x, layers.Dense(WIDTH, name="down")(hidden)])
+    return model(inputs, layers.Dense(VOCABULARY, name="head")(x))
+
+
+BLOCK_RULES = {
+    "words/embeddings": ("model", None),
+    "attention/(query|key|value)/kernel": (None, "model", None),
+    "attention/(query|key|value)/bias": ("model",),
+    "attention/attention_output/kernel": ("model", None, None),
+    "up/kernel": (None, "model"),
+    "up/bias": ("model",),
+    "down/kernel": ("model", None),
+    "head/kernel": (None, "model"),
+}
+# The axis of data cuts them as well: gathered along it, then computed in parts.
+BOTH = {**BLOCK_RULES, "up/kernel": ("data", "model"), "down/kernel": ("model", "data")}
+OPTIMIZERS = {
+    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "global": lambda: keras.optimizers.Adam(0.01, epsilon=1e-3, global_clipnorm=0.1),
+    "LAMB": lambda: tfdp.optimizers.LAMB(0.01),
+}
+
+
+def sentences(rows=27, seed=1):
+    """Words, of which some are padding: losses are divided by the global count."""
+    drawn = np.random.default_rng(seed)
+    x = drawn.integers(1, VOCABULARY, (rows, WORDS)).astype("int32")
+    x[:, 1:][drawn.random((rows, WORDS - 1)) < 0.3] = 0
+    return x, drawn.integers(0, VOCABULARY, (rows, WORDS)).astype("int32")
+
+
+def bound_of(model, name):
+    """Two orders of summation differ so much in the weights, by `rounding_bound`.
+
+    Six steps of 12 rows of 6 words. The gradient of a word's mean loss is below 2
+    (activations below 2 after a normalization, weights below 1); SGD takes it times 1
+    (momentum 0.9), Adam's step changes with it by at most its rate / epsilon, LAMB's by
+    the norm of a weight (below 6) over that of its gradient (above 0.01), times 0.01.
+    """
+    rate = {"momentum": 1.0, "global": 10.0, "LAMB": 6.0}[name]
+    return rounding_bound(model, 6, 72, 2.0, rate)
+
+
+@pytest.fixture(scope="module", params=OPTIMIZERS)
+def on_one_device(request):
+    model, losses = trained(
+        None, lambda: block(DenseGradients), OPTIMIZERS[request.param], sentences()
+    )
+    x, y = sentences(7, seed=3)
+    seen = model.predict(x, batch_size=5, verbose=0)
+    return request.param, model, losses, seen, model.evaluate(x, y, 5, verbose=0)
+
+
+@pytest.mark.parametrize(
+    "shape, rules",
+    [((2, 2), BLOCK_RULES), ((2, 2), BOTH), ((1, 4), BLOCK_RULES), ((4, 1), BOTH)],
+    ids=["2x2", "both_axes", "1x4", "4x1"],
+)
+def test_a_transformer_is_that_of_one_device(on_one_device, shape, rules):
+    name, one, losses, seen, evaluated = on_one_device
+    if name != "global" and shape != (2, 2):
+        pytest.skip("other meshes train with one optimizer")
+    model, own_losses = trained(
+        grid(shape, rules), block, OPTIMIZERS[name], sentences()
+    )
+    distance = largest_distance(one.get_weights(), model.get_weights())
+    assert distance < bound_of(one, name)
+    np.testing.assert_allclose(own_losses, losses, rtol=1e-5)
+    x, y = sentences(7, seed=3)
+    own_seen = model.predict(x, batch_size=5, verbose=0)
+    assert own_seen.shape == seen.shape
+    # Eight sums of at most 32 terms, each below 4, with weights that differ by so much.
+    np.testing.assert_allclose(own_seen, seen, atol=64 * distance + 2**10 * 2**-24)
+    own_evaluated = model.evaluate(x, y, 5, verbose=0)
+    np.testing.assert_allclose(own_evaluated, evaluated, rtol=1e-5)
+
+
+def layer_alone(layer, rule, axes, inputs, shape=(2, 2)):
+    """A layer's outputs and gradients on a mesh, of rows that replicas have 3, 1, 0
+    and 2 of, and what it gives for all of them on one device."""
+    x = np.asarray(inputs)
+    one = make(layer)
+    one.build(x.shape)
+    weights = [np.asarray(w) for w in one.get_weights()]
+    scale = np.random.default_rng(5).normal(size=one(x).shape).astype("float32")
+
+    def step(made, rows, factor):
+        rows = tf.convert_to_tensor(rows)
+        with tf.GradientTape() as tape:
+            tape.watch(rows)
+            outputs = made(rows)
+            loss = tf.reduce_sum(outputs * factor)
+        wanted = list(made.trainable_variables)
+        if rows.dtype.is_floating:
+            wanted = [rows, *wanted]
+        return outputs, tape.gradient(loss, wanted)
+
+    outputs, gradients = step(one, x, scale)
+    strategy = grid(shape, {rule: axes})
+    with strategy.scope():
+        made = make(layer)
+        made.build(x.shape)
+        made.set_weights(weights)
+    return strategy, made, step, (x, scale), (outputs, gradients)
+
+
+def make(layer):
+    kind, config = layer
+    return kind.from_config({**config, "name": "layer"})
+
+
+ALONE = {
+    "column": ((layers.Dense, {"units": 8, "activation": "softmax"}), (None, "model")),
+    "row": ((layers.Dense, {"units": 3, "activation": "tanh"}), ("model", None)),
+    "column of three": ((layers.Dense, {"units": 8}), (None, "model")),
+    "heads": (
+        (
+            layers.EinsumDense,
+            {"equation": "abc,cde->abde", "output_shape": (None, 4, 3)}
+            | {"bias_axes": "de"},
+        ),
+        (None, "model", None),
+    ),
+    "heads back": (
+        (
+            layers.EinsumDense,
+            {"equation": "abcd,cde->abe", "output_shape": (None, 5)}
+            | {"bias_axes": "e"},
+        ),
+        ("model", None, None),
+    ),
+}
+SHAPES = {"column of three": (6, 5, 4), "heads": (6, 5, 4), "heads back": (6, 5, 4, 3)}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_layer_alone_has_whole_outputs_and_gradients(name):
+    layer, axes = ALONE[name]
+    drawn = np.random.default_rng(4).normal(size=SHAPES.get(name, (6, 4)))
+    strategy, made, step, (x, scale), (outputs, gradients) = layer_alone(
+        layer, "layer/kernel", axes, drawn.astype("float32")
+    )
+    counts = [3, 1, 0, 2]
+    starts = np.cumsum([0, *counts])
+
+    def part_of(value):
+        def part(context):
+            rank = context.replica_id_in_sync_group
+            return tf.constant(value[starts[rank] : starts[rank + 1]])
+
+        return strategy.experimental_distribute_values_from_function(part)
+
+    @tf.function
+    def run(rows, factor):
+        return strategy.run(lambda *given: step(made, *given), (rows, factor))
+
+    found, (of_rows, *of_weights) = run(part_of(x), part_of(scale))
+    found = np.concatenate(
+        [one.numpy() for one in found.values][:2] + [found.values[3]]
+    )
+    # Sums of at most 20 terms below 8, twice.
+    np.testing.assert_allclose(found, outputs, atol=2 * 20 * 8 * UNIT_ROUND_OFF)
+    of_rows = np.concatenate([of_rows.values[r].numpy() for r in (0, 1, 3)])
+    np.testing.assert_allclose(of_rows, gradients[0], atol=1e-5)
+    kernel = of_weights[0]
+    layout = made.kernel.value.layout
+    for rank, part in enumerate(kernel.values):
+        block = layout.begin(layout.groups.place_of(rank))
+        cut = tuple(slice(a, a + n) for a, n in zip(block, part.shape, strict=True))
+        # A sum over 6 rows (of 5), of terms below 20.
+        np.testing.assert_allclose(part, gradients[1][cut], atol=1e-4)

@@ -1,0 +1,172 @@
+"""Rows on the move within a group of replicas that share the parts of a weight.
+
+Each exchange has a gradient, which moves as many bytes back:
+
+    gather         own rows -> rows of all           gradient: sums of rows, to owners
+    to_features    own rows -> all rows' own features           gradient: to_rows
+    sum_to_owners  all rows -> sums of own rows                 gradient: gather
+    to_rows        all rows' own features -> own rows           gradient: to_features
+
+Dummy rows stay at home: they enter no exchange, and leave it as zeros.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.exchange.ordering import exchanges_of
+from tfdp.exchange.send_receive import sum_in_order
+from tfdp.exchange.transport import Transport
+from tfdp.lint.registry import register
+from tfdp.lint.values import OF_ALL
+from tfdp.tracing.gradient_exchanges import name_of_gradient
+from tfdp.tracing.step import Trace
+
+
+@dataclasses.dataclass(frozen=True)
+class RowsOfGroup:
+    """The rows of all members of a group, as one member computes on them.
+
+    Args:
+      tensor: the rows, in the order of the members.
+      sizes: how many each member has, int32 [members].
+      own: the member's tensor that was gathered, with its dummy row if it has one.
+    """
+
+    tensor: tf.Tensor
+    sizes: tf.Tensor
+    own: tf.Tensor
+
+
+class RowMover:
+    """Moves rows between the members of one replica's group, in replica context."""
+
+    def __init__(self, transport: Transport, trace: Trace):
+        """`transport`: of the groups, with a `swap`; `trace`: that of the replica."""
+        self.trace, self._rows = trace, trace.rows
+        self._transport, self._rank = transport, trace.rank
+        rank = trace.rank
+        self.members = len(transport.groups.of(rank))
+        #: The replica's place in its group: the number of its part.
+        self.place = transport.part_of(rank)
+
+    def gather(self, own: tf.Tensor) -> RowsOfGroup:
+        """The rows of all members."""
+        whole, sizes = self._exchanged(
+            own,
+            lambda real: [real] * self.members,
+            lambda upstream, sizes: sum_in_order(
+                self._swap(self._split(upstream, sizes))
+            ),
+        )
+        whole.set_shape([None, *own.shape[1:]])
+        register([whole, sizes], OF_ALL)
+        return RowsOfGroup(whole, sizes, own)
+
+    def to_features(self, own: tf.Tensor, axis: int) -> RowsOfGroup:
+        """All members' rows, of which `axis` has this member's part only."""
+        whole, sizes = self._exchanged(
+            own,
+            lambda real: tf.split(real, self.members, axis=axis),
+            lambda upstream, sizes: self._to_rows(upstream, sizes, axis),
+        )
+        shape = [None, *own.shape[1:]]
+        shape[axis] = own.shape[axis] // self.members
+        whole.set_shape(shape)
+        register([whole, sizes], OF_ALL)
+        return RowsOfGroup(whole, sizes, own)
+
+    def sum_to_owners(self, partial: tf.Tensor, rows: RowsOfGroup) -> tf.Tensor:
+        """The sums over the members, each row at its owner."""
+        name = name_of_gradient()
+
+        @tf.custom_gradient
+        def add(partial: tf.Tensor) -> Any:
+            def gradient(upstream: tf.Tensor) -> tf.Tensor:
+                with exchanges_of(name):
+                    return self._joined(self._swap([upstream] * self.members))
+
+            return sum_in_order(self._swap(self._split(partial, rows.sizes))), gradient
+
+        return self._at_home(add(partial), rows.own)
+
+    def to_rows(self, part: tf.Tensor, rows: RowsOfGroup, axis: int) -> tf.Tensor:
+        """Own rows, with the parts of all members along `axis`."""
+        name = name_of_gradient()
+
+        @tf.custom_gradient
+        def move(part: tf.Tensor) -> Any:
+            def gradient(upstream: tf.Tensor) -> tf.Tensor:
+                with exchanges_of(name):
+                    pieces = tf.split(upstream, self.members, axis=axis)
+                    return self._joined(self._swap(pieces))
+
+            return self._to_rows(part, rows.sizes, axis), gradient
+
+        return self._at_home(move(part), rows.own)
+
+    def _exchanged(
+        self,
+        own: tf.Tensor,
+        outgoing: Callable[[tf.Tensor], Sequence[tf.Tensor]],
+        backward: Callable[[tf.Tensor, tf.Tensor], tf.Tensor],
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """The pieces that all members send, joined, and the rows of each."""
+        name = name_of_gradient()
+
+        @tf.custom_gradient
+        def exchange(real: tf.Tensor) -> Any:
+            pieces = self._swap(outgoing(real))
+            sizes = tf.stack([tf.shape(piece)[0] for piece in pieces])
+
+            def gradient(upstream: tf.Tensor, _: Any = None) -> tf.Tensor:
+                with exchanges_of(name):
+                    return backward(upstream, sizes)
+
+            return (self._joined(pieces), sizes), gradient
+
+        whole, sizes = exchange(self._real(own))
+        return whole, tf.ensure_shape(sizes, [self.members])
+
+    def _to_rows(self, part: tf.Tensor, sizes: tf.Tensor, axis: int) -> tf.Tensor:
+        return self._joined(self._swap(self._split(part, sizes)), axis)
+
+    def _split(self, tensor: tf.Tensor, sizes: tf.Tensor) -> list[tf.Tensor]:
+        with tf.device(self._device):
+            return tf.split(tensor, sizes, num=self.members)
+
+    def _joined(self, pieces: Sequence[tf.Tensor], axis: int = 0) -> tf.Tensor:
+        with tf.device(self._device):
+            return tf.concat(pieces, axis)
+
+    def _swap(self, outgoing: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Sends a tensor to each member; what they sent, in their order."""
+        like = tf.TensorSpec([None, *outgoing[self.place].shape[1:]], outgoing[0].dtype)
+        sent = dict(enumerate(outgoing))
+        likes = dict.fromkeys(range(self.members), like)
+        return self._transport.swap(sent, likes, self._rank)
+
+    @property
+    def _device(self) -> str:
+        return self._transport.devices[self._rank]
+
+    def _real(self, own: tf.Tensor) -> tf.Tensor:
+        """The rows without a dummy row."""
+        present = self._rows.present
+        if present is True:
+            return own
+        return own[: tf.shape(own)[0] * tf.cast(present, tf.int32)]
+
+    def _at_home(self, rows: tf.Tensor, own: tf.Tensor) -> tf.Tensor:
+        """Own rows again, or zeros for dummy rows: as many as `own` has."""
+        if self._rows.present is not True:
+            missing = tf.shape(own)[0] * (1 - tf.cast(self._rows.present, tf.int32))
+            shape = tf.concat([missing[None], tf.shape(rows)[1:]], 0)
+            rows = tf.concat([rows, tf.zeros(shape, rows.dtype)], 0)
+        rows = tf.ensure_shape(rows, [own.shape[0], *rows.shape[1:]])
+        register(rows, own)  # positions, for one, are the same on all replicas
+        return rows
