@@ -16,6 +16,8 @@ from tests.support.grids import (
     trained,
 )
 from tests.support.parity import UNIT_ROUND_OFF, largest_distance, rounding_bound
+from tfdp.exchange.in_process import InProcess
+from tfdp.exchange.traffic import TrafficMeter
 
 layers = keras.layers
 
@@ -214,3 +216,96 @@ def test_a_layer_alone_has_whole_outputs_and_gradients(name):
         cut = tuple(slice(a, a + n) for a, n in zip(block, part.shape, strict=True))
         # A sum over 6 rows (of 5), of terms below 20.
         np.testing.assert_allclose(part, gradients[1][cut], atol=1e-4)
+
+
+def features_block():
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((WORDS, WIDTH))
+    attention = layers.MultiHeadAttention(HEADS, WIDTH // HEADS, name="attention")
+    x = layers.Add()([inputs, attention(inputs, inputs, use_causal_mask=True)])
+    x = layers.LayerNormalization(name="norm")(x)
+    hidden = layers.Dense(HIDDEN, "gelu", name="up")(x)
+    x = layers.Add()([x, layers.Dense(WIDTH, name="down")(hidden)])
+    return keras.Model(inputs, x)
+
+
+def test_a_block_has_two_gathers_and_two_sums_in_each_direction(monkeypatch):
+    swaps = []
+    swap = InProcess.swap
+
+    def counted(self, sent, likes, rank, whole=()):
+        swaps.append(rank)
+        return swap(self, sent, likes, rank, whole)
+
+    with grid((1, 2), BLOCK_RULES).scope():
+        model = features_block()
+        model.compile("sgd", "mse", jit_compile=False)
+    x = np.random.default_rng(2).normal(size=(6, WORDS, WIDTH)).astype("float32")
+    monkeypatch.setattr(InProcess, "swap", counted)
+    model.train_on_batch(x, x)
+    # The first weights get a gradient, and the model's inputs none: the gather of the
+    # first layer has no backward exchange.
+    assert swaps.count(0) == swaps.count(1) == 4 + 3
+
+
+def test_bytes_that_move_are_those_of_the_formula():
+    strategy = grid((1, 2), {"layer/kernel": (None, "model")})
+    with strategy.scope():
+        layer = layers.Dense(8, name="layer")
+        layer.build((None, 4))
+    rows = tf.constant(np.ones((6, 4), "float32"))
+    meter = TrafficMeter()
+    strategy.extended.reducer.transport.traffic.meters.add(meter)
+
+    def value(context):
+        return rows[: 4 if context.replica_id_in_sync_group else 2]
+
+    @tf.function
+    def run(given):
+        return strategy.run(layer, (given,))
+
+    run(strategy.experimental_distribute_values_from_function(value))
+    # Each sends its 2 and 4 rows of 4 inputs, and the other's with 4 of 8 outputs.
+    assert meter.sent_bytes == 4 * (2 * 4 + 4 * 4) + 4 * (4 * 4 + 2 * 4)
+
+
+@pytest.mark.parametrize("kind", ["heads", "groups", "cross"])
+@pytest.mark.parametrize("rules", ["with biases", "kernels only"])
+def test_attentions_compute_by_heads(kind, rules):
+    """Self-attention with a mask and dropout at 0, grouped queries, and two inputs."""
+
+    def build(model=keras.Model):
+        keras.utils.set_random_seed(0)
+        words = keras.Input((WORDS,), dtype="int32")
+        x = layers.Embedding(VOCABULARY, WIDTH, name="words", mask_zero=True)(words)
+        if kind == "groups":
+            made = layers.GroupQueryAttention(2, 4, 2, name="attention")
+        else:
+            made = layers.MultiHeadAttention(4, 2, name="attention")
+        other = layers.Dense(WIDTH, name="other")(x) if kind == "cross" else x
+        x = layers.Add()([x, made(x, other, use_causal_mask=kind != "cross")])
+        return model(words, layers.Dense(VOCABULARY, name="head")(x))
+
+    cut = {
+        key: axes for key, axes in BLOCK_RULES.items() if key.startswith("attention")
+    }
+    if rules == "kernels only":
+        cut = {key: axes for key, axes in cut.items() if key.endswith("kernel")}
+    one, losses = trained(None, lambda: build(DenseGradients), data=sentences())
+    model, own_losses = trained(grid((2, 2), cut), build, data=sentences())
+    distance = largest_distance(one.get_weights(), model.get_weights())
+    assert distance < bound_of(one, "momentum")
+    np.testing.assert_allclose(own_losses, losses, rtol=1e-5)
+
+
+def test_a_step_of_ones_own_with_replicas_without_rows():
+    """Three rows for four replicas; the step computes its loss itself."""
+    rules = {key: axes for key, axes in BLOCK_RULES.items() if "bias" not in key}
+    data = sentences(15)
+    one, losses = trained(None, lambda: block(DenseGradients), data=data)
+    model, own_losses = trained(
+        grid((2, 2), rules), lambda: block(DenseGradients), data=data
+    )
+    distance = largest_distance(one.get_weights(), model.get_weights())
+    assert distance < bound_of(one, "momentum")
+    np.testing.assert_allclose(own_losses, losses, rtol=1e-5)

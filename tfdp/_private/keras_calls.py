@@ -78,10 +78,10 @@ def variable_of_caller() -> Any:
     return _calls.now.initialized
 
 
-def layer_of_caller() -> Any:
-    """The layer, or other object of Keras, that is creating a variable; else None."""
+def makers_of_variable() -> list[Any]:
+    """The layers, or other objects of Keras, that create a variable; innermost last."""
     stack = keras_state.get_global_attribute("name_scope_stack") or []
-    return getattr(stack[-1], "caller", None) if stack else None
+    return [getattr(scope, "caller", None) for scope in stack]
 
 
 def is_building_model() -> bool:

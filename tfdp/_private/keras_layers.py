@@ -16,6 +16,7 @@ import tensorflow as tf
 from tfdp._private.names import get_autocast_scope, keras_state
 
 # Keras' names.
+INPUT_SPEC = "_input_spec"
 CALL_CONTEXT, AUTOCAST_SCOPE = "current_call_ctx", "autocast_scope"
 
 
@@ -63,3 +64,24 @@ def stored_value(variable: keras.Variable) -> Any:
 def layout_map_of(distribution: Any) -> Any:
     """The `LayoutMap` of a `ModelParallel`, for which Keras has no public name."""
     return distribution._layout_map
+
+
+def is_attention(layer: Any) -> bool:
+    """Whether a layer is a built attention with Keras' own call, by heads."""
+    return layer.built and any(
+        isinstance(layer, kind)
+        and type(layer).call is kind.call
+        and type(layer)._compute_attention is kind._compute_attention
+        for kind in (
+            keras.layers.MultiHeadAttention,
+            keras.layers.GroupQueryAttention,
+        )
+    )
+
+
+def projections_of(attention: Any) -> tuple[list[Any], Any]:
+    """The layers of an attention of Keras' that make heads, and the one that joins
+    them."""
+    made = [attention._query_dense, attention._key_dense, attention._value_dense]
+    gate = getattr(attention, "_gate_dense", None)
+    return [*made, *([] if gate is None else [gate])], attention._output_dense

@@ -238,6 +238,14 @@ def put_mask(tensor: Any, mask: Any) -> None:
     tensor._keras_mask = mask
 
 
+def take_mask(tensor: Any) -> Any:
+    """The mask of `tensor`, which it then lacks; None: it has none."""
+    mask = mask_of(tensor)
+    if mask is not None:
+        del tensor._keras_mask
+    return mask
+
+
 def recreate_variable(variable: keras.Variable, value: Any) -> None:
     """Gives `variable` a new TensorFlow variable with `value`, created here."""
     variable._initialize(value)

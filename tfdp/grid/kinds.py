@@ -5,6 +5,7 @@ A layer computes in parts where one axis, other than that of data, cuts its kern
     column   in an output: each member of the group has its part of the features
     row      in an input that is summed over: each has its terms of the sum
     lookup   in the vocabulary of a table: each has its words
+    heads    the projections of an attention by heads: each has its heads
 
 All other layers gather their weights, and compute on their own rows: `gathered`.
 """
@@ -17,17 +18,22 @@ from typing import Any, NamedTuple, TypeAlias
 
 import keras
 
+from tfdp._private.keras_layers import is_attention, projections_of
 from tfdp.plan.mesh import MeshLayout
 
 #: How a weight rests; None: whole.
 LayoutOf: TypeAlias = Callable[[Any], MeshLayout | None]
 
 
+#: The axis of heads, of what a projection of an attention makes.
+HEADS = -2
+
+
 class ComputesAs(NamedTuple):
     """How a layer computes with a weight.
 
     Args:
-      name: "column", "row", "lookup" or "gathered".
+      name: "column", "row", "lookup", "heads" or "gathered".
       why: for "gathered": what keeps the layer from computing in parts.
     """
 
@@ -41,11 +47,13 @@ class InParts:
 
     Args:
       layer: a layer of Keras' own class.
-      kind: "column", "row" or "lookup".
+      kind: "column", "row", "lookup" or "heads".
       along: the axis of the mesh that cuts the kernel.
       weights: those of which the layer reads its member's part; the kernel first.
       feature_axis: the axis of the layer's output (column) or input (row) of which each
         member has a part.
+      bias_axis: of a column: the axis of its bias along which that is; None: none is.
+      shares_bias: of heads: whether members take their parts of biases that are whole.
     """
 
     layer: Any
@@ -53,6 +61,8 @@ class InParts:
     along: str
     weights: tuple[Any, ...]
     feature_axis: int = -1
+    bias_axis: int | None = None
+    shares_bias: bool = False
 
     @property
     def has_own_bias(self) -> bool:
@@ -78,9 +88,14 @@ def kinds_in(
     for layer in layers:
         made = in_parts(layer, layout_of)
         if isinstance(made, InParts):
-            found.update({w.path: ComputesAs(made.kind) for w in made.weights})
+            for weight in made.weights:
+                found.setdefault(weight.path, ComputesAs(made.kind))
         elif made is not None:
             found[made.kernel.path] = ComputesAs("gathered", made.why)
+    for layer in layers:
+        heads = _heads_in_parts(layer, layout_of)
+        if heads is not None:
+            found.update({w.path: ComputesAs("heads") for w in heads.weights})
     for layer in layers:
         for weight in layer.weights:
             if layout_of(weight) is not None:
@@ -93,8 +108,29 @@ def layers_in_parts(
     layers: Iterable[keras.Layer], layout_of: LayoutOf
 ) -> list[InParts]:
     """The layers that compute in parts."""
-    made = (in_parts(layer, layout_of) for layer in layers)
-    return [one for one in made if isinstance(one, InParts)]
+    layers = list(layers)
+    made = [in_parts(layer, layout_of) for layer in layers]
+    heads = [_heads_in_parts(layer, layout_of) for layer in layers]
+    return [one for one in (*made, *heads) if isinstance(one, InParts)]
+
+
+def _heads_in_parts(layer: Any, layout_of: LayoutOf) -> InParts | None:
+    """An attention of Keras' of which each member computes its own heads."""
+    if not is_attention(layer):
+        return None
+    makers, joiner = projections_of(layer)
+    parts = [in_parts(one, layout_of) for one in (*makers, joiner)]
+    made = [one for one in parts if isinstance(one, InParts)]
+    kinds = [(one.kind, one.along, one.feature_axis) for one in made]
+    along = kinds[-1][1] if kinds else ""
+    wanted = [*[("column", along, HEADS)] * len(makers), ("row", along, HEADS)]
+    if kinds != wanted:
+        return None
+    weights = tuple(weight for one in made for weight in one.weights)
+    shares = any(
+        one.layer.bias is not None and not one.has_own_bias for one in made[:-1]
+    )
+    return InParts(layer, "heads", along, weights, HEADS, shares_bias=shares)
 
 
 def in_parts(layer: Any, layout_of: LayoutOf) -> InParts | Gathered | None:
@@ -139,20 +175,23 @@ def _along(layout: MeshLayout) -> _Cut | str:
     return cuts[0] if len(cuts) == 1 else "two axes cut it"
 
 
-def _with_bias(layer: Any, layout_of: LayoutOf, kernel: Any, cut: Any) -> tuple:
-    """The kernel, and the bias if the same axis cuts the same features of it."""
-    along, dimension = cut
-    layout = None if layer.bias is None else layout_of(layer.bias)
-    if layout is None or dimension is None or layout.axes[dimension] != along:
-        return (kernel,)
-    return kernel, layer.bias
+def _column(
+    layer: Any, kernel: Any, along: str, axes: tuple[int, int | None], layout_of: Any
+) -> InParts:
+    """A column; `axes`: of its output, and of its bias."""
+    feature_axis, bias_axis = axes
+    weights: tuple[Any, ...] = (kernel,)
+    if layer.bias is not None and bias_axis is not None:
+        layout = layout_of(layer.bias)
+        if layout is not None and layout.axes[bias_axis] == along:
+            weights = (kernel, layer.bias)
+    return InParts(layer, "column", along, weights, feature_axis, bias_axis)
 
 
 def _of_dense(layer: Any, kernel: Any, cut: _Cut, layout_of: LayoutOf) -> InParts | str:
     if cut.dimension == 0:
         return InParts(layer, "row", cut.along, (kernel,))
-    weights = _with_bias(layer, layout_of, kernel, (cut.along, 0))
-    return InParts(layer, "column", cut.along, weights)
+    return _column(layer, kernel, cut.along, (-1, 0), layout_of)
 
 
 def _of_einsum(
@@ -163,18 +202,17 @@ def _of_einsum(
         return "its equation has an ellipsis"
     inputs, rest = equation.split(",")
     of_kernel, output = rest.split("->")
-    label = of_kernel[cut.dimension]
+    label, rows = of_kernel[cut.dimension], output[0]
+    if inputs[0] != rows or rows in of_kernel:
+        return "its first axis is not that of rows"
     if label in output and label not in inputs:
-        if output.index(label) == 0 or inputs[0] != output[0]:
-            return "its first axis is not that of rows"
-        bias_labels = [one for one in output if one in (layer.bias_axes or "")]
-        place = bias_labels.index(label) if label in bias_labels else None
-        weights = _with_bias(layer, layout_of, kernel, (cut.along, place))
-        return InParts(layer, "column", cut.along, weights, output.index(label))
+        of_bias = [one for one in output if one in (layer.bias_axes or "")]
+        bias_axis = of_bias.index(label) if label in of_bias else None
+        axes = output.index(label) - len(output), bias_axis
+        return _column(layer, kernel, cut.along, axes, layout_of)
     if label in inputs and label not in output:
-        if inputs.index(label) == 0 or inputs[0] != output[0]:
-            return "its first axis is not that of rows"
-        return InParts(layer, "row", cut.along, (kernel,), inputs.index(label))
+        axis = inputs.index(label) - len(inputs)
+        return InParts(layer, "row", cut.along, (kernel,), axis)
     return f"{label!r} is in the input and in the output of {layer.equation!r}"
 
 

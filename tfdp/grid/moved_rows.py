@@ -42,6 +42,10 @@ class RowsOfGroup:
     own: tf.Tensor
 
 
+class _Gathered(dict[Any, RowsOfGroup]):
+    """The rows that a replica has gathered, by the id of its own: `own` lives on."""
+
+
 class RowMover:
     """Moves rows between the members of one replica's group, in replica context."""
 
@@ -55,7 +59,14 @@ class RowMover:
         self.place = transport.part_of(rank)
 
     def gather(self, own: tf.Tensor) -> RowsOfGroup:
-        """The rows of all members."""
+        """The rows of all members; of one tensor in one exchange, however often."""
+        gathered = self.trace.of(_Gathered)
+        key = id(own), self._transport.groups
+        if key not in gathered:
+            gathered[key] = self._gather(own)
+        return gathered[key]
+
+    def _gather(self, own: tf.Tensor) -> RowsOfGroup:
         whole, sizes = self._exchanged(
             own,
             lambda real: [real] * self.members,

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdp._private.keras_models import put_mask
+from tfdp._private.keras_layers import INPUT_SPEC, projections_of
+from tfdp._private.keras_models import mask_of, put_mask, take_mask
 from tfdp.grid.kinds import InParts
-from tfdp.grid.moved_rows import RowMover
-from tfdp.seams.replace import Override, around
+from tfdp.grid.moved_rows import RowMover, RowsOfGroup
+from tfdp.seams.replace import Override, around, instead
 
 ops = keras.ops
 
@@ -43,18 +44,41 @@ def reading_parts(made: InParts, mover: RowMover) -> Iterator[None]:
         in_use.along = before
 
 
+@dataclasses.dataclass
+class OpenRegions:
+    """Layers between which rows stay with the group, by id: the rows they compute on.
+
+    A column in a region gets the rows of all, and leaves its part there; a row gets
+    parts.
+
+    Args:
+      rows: those of each layer.
+      behind: by the id of a column that begins a region: the row layers that end it.
+    """
+
+    rows: dict[int, RowsOfGroup] = dataclasses.field(default_factory=dict)
+    behind: Mapping[int, Sequence[Any]] = dataclasses.field(default_factory=dict)
+
+
 def part_overrides(
-    found: Sequence[InParts], mover_of: Callable[[str], RowMover | None]
+    found: Sequence[InParts],
+    behind: Mapping[int, Sequence[Any]],
+    mover_of: Callable[[str], RowMover | None],
 ) -> Iterator[Override]:
-    """Overrides of the `call` of layers; `mover_of` an axis: None: they gather."""
+    """Overrides of the `call` of layers; `mover_of` an axis: None: they gather.
+
+    `behind`: see `OpenRegions`.
+    """
     for made in found:
-        call = CALLS[made.kind]
-        yield Override(made.layer, "call", around(_in_parts, call, made, mover_of))
+        yield Override(made.layer, "call", around(_in_parts, made, mover_of))
+    for rows in behind.values():
+        for layer in rows:
+            # Keras would check the number of features, and they are a part.
+            yield Override(layer, INPUT_SPEC, instead(None))
 
 
 def _in_parts(
     original: Callable,
-    call: Callable,
     made: InParts,
     mover_of: Callable[[str], RowMover | None],
     *args: Any,
@@ -62,38 +86,125 @@ def _in_parts(
 ) -> Any:
     mover = mover_of(made.along)
     is_untied = kwargs.get("reverse") and not made.layer.tie_weights
-    if mover is None or is_untied or not _has_rows(*args, **kwargs):
+    is_odd = kwargs.get("return_attention_scores")
+    if mover is None or is_untied or is_odd or not _has_rows(*args):
         return original(*args, **kwargs)
-    return call(made, mover, *args, **kwargs)
+    return CALLS[made.kind](original, made, mover, *args, **kwargs)
 
 
-def _has_rows(inputs: Any, *args: Any, **kwargs: Any) -> bool:
-    """Whether the input is dense, and has an axis of rows."""
-    is_ragged = isinstance(inputs, (tf.SparseTensor, tf.RaggedTensor))
-    return not is_ragged and bool(tf.TensorShape(inputs.shape).rank)
+def _has_rows(*inputs: Any) -> bool:
+    """Whether the inputs are dense, and have an axis of rows."""
+    return all(
+        tf.is_tensor(one)
+        and not isinstance(one, (tf.SparseTensor, tf.RaggedTensor))
+        and bool(one.shape.rank)
+        for one in inputs
+        if one is not None
+    )
 
 
-def _column(made: InParts, mover: RowMover, inputs: Any, **kwargs: Any) -> Any:
+def _column(
+    original: Callable, made: InParts, mover: RowMover, inputs: Any, **kwargs: Any
+) -> Any:
     layer = made.layer
-    rows = mover.gather(tf.convert_to_tensor(inputs))
+    regions = mover.trace.of(OpenRegions)
+    is_open = id(layer) in regions.rows
+    rows = None if is_open else mover.gather(inputs)
     with reading_parts(made, mover):
-        part = _product(layer, rows.tensor)
+        part = product(layer, inputs if rows is None else rows.tensor)
         if made.has_own_bias:
             part = ops.add(part, layer.bias)
+    if rows is not None and id(layer) in regions.behind:
+        regions.rows.update((id(row), rows) for row in regions.behind[id(layer)])
+        is_open = True
+    if rows is None or is_open:
+        if layer.bias is not None and not made.has_own_bias:
+            part = ops.add(part, _part_of(layer.bias, made.bias_axis, mover))
+        return part if layer.activation is None else layer.activation(part)
     axis = made.feature_axis % part.shape.rank
     outputs = mover.to_rows(part, rows, axis)
     return _finished(layer, outputs, has_bias=made.has_own_bias)
 
 
-def _row(made: InParts, mover: RowMover, inputs: Any, **kwargs: Any) -> Any:
-    layer, inputs = made.layer, tf.convert_to_tensor(inputs)
-    rows = mover.to_features(inputs, made.feature_axis % inputs.shape.rank)
+def _part_of(bias: Any, axis: int | None, mover: RowMover) -> Any:
+    """The member's part of a whole bias, as a tensor: others' elements get gradient 0,
+    and the plain sum over all replicas is right."""
+    whole = ops.convert_to_tensor(bias)
+    if axis is None:
+        return whole
+    begin, size = [0] * whole.shape.rank, list(whole.shape)
+    size[axis] = whole.shape[axis] // mover.members
+    begin[axis] = mover.place * size[axis]
+    return tf.slice(whole, begin, size)
+
+
+def _row(
+    original: Callable, made: InParts, mover: RowMover, inputs: Any, **kwargs: Any
+) -> Any:
+    layer = made.layer
+    rows = mover.trace.of(OpenRegions).rows.get(id(layer))
+    if rows is None:
+        rows = mover.to_features(inputs, made.feature_axis % inputs.shape.rank)
+        inputs = rows.tensor
     with reading_parts(made, mover):
-        partial = _product(layer, rows.tensor)
+        partial = product(layer, inputs)
     return _finished(layer, mover.sum_to_owners(partial, rows))
 
 
-def _product(layer: Any, inputs: tf.Tensor) -> Any:
+def _heads(
+    original: Callable,
+    made: InParts,
+    mover: RowMover,
+    query: Any,
+    value: Any,
+    key: Any = None,
+    query_mask: Any = None,
+    value_mask: Any = None,
+    key_mask: Any = None,
+    attention_mask: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """Keras' own call, with the rows of all members and the heads of one."""
+    open_rows = mover.trace.of(OpenRegions).rows
+    makers, joiner = projections_of(made.layer)
+    # A MultiHeadAttention takes the masks off its inputs, and hands one on.
+    takes_masks = isinstance(made.layer, keras.layers.MultiHeadAttention)
+    own_mask = mask_of(query) if takes_masks else None
+    rows = mover.gather(query)
+    masks = {
+        "query_mask": query_mask,
+        "value_mask": value_mask,
+        "key_mask": key_mask,
+        "attention_mask": attention_mask,
+    }
+    length = query.shape[0]
+    of_all = {
+        # A mask without rows is for all of them.
+        name: mask
+        if mask is None or mask.shape[0] != length
+        else mover.gather(mask).tensor
+        for name, mask in masks.items()
+    }
+    others = [one if one is None else mover.gather(one).tensor for one in (value, key)]
+    for one in (query, value, key) if takes_masks else ():
+        if one is not None:
+            take_mask(one)
+    if own_mask is not None:
+        put_mask(rows.tensor, mover.gather(own_mask).tensor)
+    ids = [id(layer) for layer in (*makers, joiner)]
+    open_rows.update(dict.fromkeys(ids, rows))
+    try:
+        outputs = original(rows.tensor, *others, **of_all, **kwargs)
+    finally:
+        for each in ids:
+            del open_rows[each]
+    if own_mask is not None:
+        put_mask(outputs, own_mask)  # instead of that of the group's rows
+    return outputs
+
+
+def product(layer: Any, inputs: tf.Tensor) -> Any:
+    """The product of inputs and a layer's kernel, or the part of it that is read."""
     if isinstance(layer, keras.layers.EinsumDense):
         return ops.einsum(layer.equation, inputs, layer.kernel)
     return ops.matmul(inputs, layer.kernel)
@@ -105,10 +216,16 @@ def _finished(layer: Any, outputs: Any, *, has_bias: bool = False) -> Any:
     return outputs if layer.activation is None else layer.activation(outputs)
 
 
-def _lookup(made: InParts, mover: RowMover, inputs: Any, reverse: bool = False) -> Any:
+def _lookup(
+    original: Callable,
+    made: InParts,
+    mover: RowMover,
+    inputs: Any,
+    reverse: bool = False,
+) -> Any:
     layer = made.layer
     if reverse:
-        return _logits(made, mover, tf.convert_to_tensor(inputs))
+        return _logits(made, mover, inputs)
     rows = mover.gather(_whole_numbers(inputs))
     with reading_parts(made, mover):
         part = ops.convert_to_tensor(layer.embeddings)
@@ -150,4 +267,9 @@ def _logits(made: InParts, mover: RowMover, inputs: tf.Tensor) -> Any:
     return logits if cap is None else ops.tanh(logits / cap) * cap
 
 
-CALLS: dict[str, Callable] = {"column": _column, "row": _row, "lookup": _lookup}
+CALLS: dict[str, Callable] = {
+    "column": _column,
+    "row": _row,
+    "lookup": _lookup,
+    "heads": _heads,
+}

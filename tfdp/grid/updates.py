@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdp._private.keras_calls import layer_of_caller
+from tfdp._private.keras_calls import makers_of_variable
 from tfdp._private.optimizer_hooks import ACCUMULATOR_NAME
 from tfdp.exchange.reducer import Reducer
-from tfdp.grid.kinds import layers_in_parts
+from tfdp.grid.cancelled import rows_behind
+from tfdp.grid.kinds import InParts, layers_in_parts
 from tfdp.grid.layouts import layouts_of
 from tfdp.grid.moved_rows import RowMover
-from tfdp.grid.parts import PartsInUse, part_overrides
+from tfdp.grid.parts import OpenRegions, PartsInUse, part_overrides
 from tfdp.plan.mesh import MeshLayout
 from tfdp.plan.shards import Sharding, ShardLayout
 from tfdp.seams.replace import Override
 from tfdp.sharding.updates import ShardUpdates
 from tfdp.sharding.variables import LocalShardVariable, ShardedVariable
+from tfdp.tracing.keras_steps import is_stock_step, name_of_step
 from tfdp.tracing.step import current_step
 from tfdp.variables.in_shards import InShards
 
@@ -47,6 +49,9 @@ class GridUpdates(ShardUpdates):
         self.layouts = layouts_of(layout, reducer.transport.topology)
         #: Layers with weights that a mesh cuts.
         self._layers: weakref.WeakSet[keras.Layer] = weakref.WeakSet()
+        # By model, and by the step's name.
+        self._behind: weakref.WeakKeyDictionary[Any, dict[str, Any]]
+        self._behind = weakref.WeakKeyDictionary()
 
     def class_of(self, kwargs: dict[str, Any], value: tf.Tensor) -> type | None:
         reference = kwargs.get("colocate_with")
@@ -58,9 +63,8 @@ class GridUpdates(ShardUpdates):
                 return LocalShardVariable  # its gradients are sums already
             return MeshVariable if found is ShardedVariable else found
         if self.layouts.layout_of_new(kwargs) is not None:
-            layer = layer_of_caller()
-            if isinstance(layer, keras.Layer):
-                self._layers.add(layer)
+            makers = makers_of_variable()
+            self._layers.update(m for m in makers if isinstance(m, keras.Layer))
             return MeshVariable
         return super().class_of(kwargs, value) if self.stage else None
 
@@ -68,10 +72,31 @@ class GridUpdates(ShardUpdates):
         layout = self.layouts.layout_of_new(kwargs)
         return super().layout_of_new(kwargs, value) if layout is None else layout
 
-    def overrides(self) -> Iterable[Override]:
+    def overrides(self, call: Any) -> Iterable[Override]:
         if self.transport.among(self.transport.topology.within_hosts).swap is None:
             return ()  # it cannot send rows to chosen replicas: layers gather weights
-        return part_overrides(layers_in_parts(self._layers, layout_of), self.mover_of)
+        found = layers_in_parts(self._layers, layout_of)
+        if call.step.has_dummy_rows and not is_stock_step(call.fn):
+            # There a replica without rows drops its gradients of whole weights, which
+            # would be those of other replicas' rows: projections compute each alone.
+            found = [one for one in found if not one.shares_bias]
+        behind = self._rows_behind(call, found)
+        for trace in call.step.traces:
+            trace.of(OpenRegions).behind = behind
+        return part_overrides(found, behind, self.mover_of)
+
+    def _rows_behind(self, call: Any, found: Sequence[InParts]) -> Mapping[int, Any]:
+        """The exchanges that cancel in a step of Keras'; proved once for a model."""
+        if not is_stock_step(call.fn):
+            return {}
+        of_model = self._behind.setdefault(call.model, {})
+        name = name_of_step(call.fn)
+        if name not in of_model:
+            inputs = call.model_inputs()
+            of_model[name] = rows_behind(
+                call.model, found, inputs, training=name == "train_step"
+            )
+        return of_model[name]
 
     def mover_of(self, along: str) -> RowMover | None:
         """Moves rows of the calling replica; None: where replicas cannot exchange."""

@@ -234,8 +234,11 @@ SEAMS: tuple[Seam, ...] = (
             ("EinsumDense", "(self, inputs, training=None)"),
             ("Embedding", "(self, inputs)"),
             ("ReversibleEmbedding", "(self, inputs, reverse=False)"),
+            ("MultiHeadAttention", None),
+            ("GroupQueryAttention", None),
         )
     ),
+    *_seams("keras:Layer", "step", "a part has less features", _input_spec=DATA),
     # What Keras does to variables, metrics, models and loops.
     *_seams(
         VARIABLE,

@@ -103,7 +103,7 @@ class ShardUpdates:
         """Notes an optimizer that is made under the strategy."""
         place_when_built(optimizer)
 
-    def overrides(self) -> Iterable[Override]:
+    def overrides(self, call: Any) -> Iterable[Override]:
         """The methods of layers that are replaced while replicas are traced."""
         return ()
 

@@ -18,6 +18,7 @@ from tfdp._private.functions import (
     library_code,
     python_function_of,
 )
+from tfdp._private.names import PerReplica
 from tfdp.data.keras_input import with_none
 from tfdp.data.split import in_parts
 from tfdp.seams.replace import Override, overridden
@@ -137,6 +138,17 @@ class StepCall:
             meter.note(rows_here, self.arguments)
         for stage in self.step.stages:
             stage.begin_step(rows_here, tensors_of_this_graph(self.arguments))
+
+    def model_inputs(self) -> Any:
+        """The specs of the first replica's inputs of the model, in a step of Keras'."""
+        [data, *_], _ = self.arguments
+        own = tf.nest.map_structure(
+            lambda part: part.values[0] if isinstance(part, PerReplica) else part,
+            data,
+            expand_composites=False,
+        )
+        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(own)
+        return tf.nest.map_structure(tf.type_spec_from_value, inputs)
 
     def observers_of(self, kind: type) -> list[Any]:
         """Observers that callbacks attached to the training steps of the model."""

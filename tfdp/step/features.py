@@ -100,7 +100,7 @@ class ShardsOfSums(Feature):
 
     def overrides(self, call: StepCall) -> Iterable[Override]:
         shards = call.strategy.extended.shards
-        return () if shards is None else shards.overrides()
+        return () if shards is None else shards.overrides(call)
 
     def stages(self, reduction: Reduction) -> Iterator[Stage]:
         shards = tf.distribute.get_strategy().extended.shards

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfdp._private import keras_models, names
 from tfdp._private.frames import is_called_by_keras_2
-from tfdp._private.keras_calls import layer_of_caller
+from tfdp._private.keras_calls import makers_of_variable
 from tfdp._private.optimizer_hooks import put_under, strategy_of
 from tfdp.errors import ConfigurationError, ScopeError
 
@@ -201,7 +201,7 @@ class MadeInScope(Generic[T]):
 
     def note_maker(self) -> T | None:
         """Tracks, and returns, the object that is creating a variable, if any."""
-        maker = layer_of_caller()
+        maker = next(reversed(makers_of_variable()), None)
         if not isinstance(maker, self._kind):
             return None
         self.note(maker)

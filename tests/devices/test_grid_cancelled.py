@@ -1,0 +1,172 @@
+"""Exchanges cancel where all between treats the features entry by entry, only there."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.support.grids import HIDDEN, grid, rows_of, trained
+from tests.support.parity import largest_distance, rounding_bound
+from tfdp.grid.cancelled import rows_behind
+from tfdp.grid.kinds import layers_in_parts
+from tfdp.grid.updates import layout_of
+
+layers, ops = keras.layers, keras.ops
+RULES = {
+    "(up|gate)/kernel": (None, "model"),
+    "gate/bias": ("model",),
+    "down/kernel": ("model", None),
+}
+
+
+class Call(layers.Layer):
+    """A layer of a program: what it does is known by its ops only."""
+
+    def __init__(self, function, **options):
+        super().__init__(**options)
+        self.function = function
+
+    def call(self, *inputs):
+        return self.function(*inputs)
+
+
+def between(*steps, activation=None, outputs=False, loss=None):
+    """A model with `steps` between a column and a row."""
+
+    def build():
+        keras.utils.set_random_seed(3)
+        inputs = keras.Input((12,))
+        up = layers.Dense(HIDDEN, activation, name="up", activity_regularizer=loss)
+        hidden = made = up(inputs)
+        for step in steps:
+            hidden = step(hidden, inputs)
+        down = layers.Dense(5, name="down")(hidden)
+        if outputs:
+            down = layers.Add()([down, layers.Dense(5, name="other")(made)])
+        return keras.Model(inputs, down)
+
+    return build
+
+
+def then(layer):
+    return lambda hidden, inputs: layer()(hidden)
+
+
+def calls(function):
+    return lambda hidden, inputs: Call(function)(hidden)
+
+
+def gated(hidden, inputs):
+    gate = layers.Dense(HIDDEN, "silu", name="gate")(inputs)
+    return layers.Multiply()([hidden, gate])
+
+
+def of_own_rows(hidden, inputs):
+    by_row = Call(lambda h, x: h * ops.mean(x, axis=1, keepdims=True))
+    return by_row(hidden, inputs)
+
+
+def of_whole_features(hidden, inputs):
+    return layers.Add()([hidden, layers.Dense(HIDDEN, name="other")(inputs)])
+
+
+CANCELS = {
+    "nothing": between(),
+    "gelu": between(activation="gelu"),
+    "silu": between(activation="silu"),
+    "leaky": between(then(lambda: layers.LeakyReLU(0.1))),
+    "dropout": between(then(lambda: layers.Dropout(0.5)), activation="relu"),
+    "gated": between(gated),
+    "a number": between(calls(lambda h: ops.maximum(h * 2.0, 0.1))),
+    "chosen by entry": between(calls(lambda h: ops.where(h > 0, h, 0.1 * h))),
+}
+KEEPS = {
+    "softmax": between(activation="softmax"),
+    "softmax layer": between(then(layers.Softmax)),
+    "layer normalization": between(then(layers.LayerNormalization)),
+    "cumsum": between(calls(lambda h: ops.cumsum(h, axis=-1))),
+    "sort": between(calls(lambda h: ops.sort(h, axis=-1))),
+    "argmax": between(
+        calls(lambda h: h + ops.cast(ops.argmax(h, -1), "float32")[:, None])
+    ),
+    "maximum": between(calls(lambda h: h - ops.max(h, axis=-1, keepdims=True))),
+    "flipped": between(calls(lambda h: ops.flip(h, axis=-1))),
+    "rolled": between(calls(lambda h: ops.roll(h, 1, axis=-1))),
+    "reshaped": between(
+        calls(lambda h: ops.reshape(ops.reshape(h, (-1, 4, 4)), (-1, 16)))
+    ),
+    "halves": between(calls(lambda h: ops.concatenate([h[:, 8:], h[:, :8]], axis=-1))),
+    "a weight per feature": between(then(layers.PReLU)),
+    "a constant per feature": between(
+        calls(lambda h: h * ops.arange(16, dtype="float32"))
+    ),
+    "mean of the batch": between(
+        calls(lambda h: h - ops.mean(h, axis=0, keepdims=True))
+    ),
+    "number of rows": between(
+        calls(lambda h: h / ops.cast(ops.shape(h)[0], "float32"))
+    ),
+    "noise of one entry": between(
+        calls(lambda h: h * ops.mean(ops.zeros_like(h) + 1.0))
+    ),
+    "a number per row": between(of_own_rows),
+    "other features": between(of_whole_features),
+    "read by another layer": between(outputs=True),
+    "a penalty": between(loss="l2"),
+}
+
+
+def behind_in(build):
+    """The names of layers, by the column that keeps its parts for them."""
+    strategy = grid((2, 2), RULES)
+    with strategy.scope():
+        model = build()
+    found = layers_in_parts(model.layers, layout_of)
+    assert {one.layer.name for one in found} >= {"up", "down"}
+    spec = tf.TensorSpec((None, 12), tf.float32)
+    behind = rows_behind(model, found, spec, training=True)
+    names = {id(one.layer): one.layer.name for one in found}
+    return {names[key]: [row.name for row in rows] for key, rows in behind.items()}
+
+
+@pytest.mark.parametrize("name", CANCELS)
+def test_what_treats_entries_one_by_one_cancels(name):
+    columns = ["up", "gate"] if name == "gated" else ["up"]
+    assert behind_in(CANCELS[name]) == dict.fromkeys(columns, ["down"])
+
+
+@pytest.mark.parametrize("name", KEEPS)
+def test_what_looks_at_several_entries_does_not(name):
+    assert behind_in(KEEPS[name]) == {}
+
+
+def test_a_layer_that_is_called_twice_does_not():
+    def build():
+        inputs = keras.Input((12,))
+        up, down = layers.Dense(HIDDEN, name="up"), layers.Dense(12, name="down")
+        return keras.Model(inputs, down(up(down(up(inputs)))))
+
+    assert behind_in(build) == {}
+
+
+def test_one_of_two_rows_that_cannot_keeps_the_column_and_the_other():
+    def build():
+        inputs = keras.Input((12,))
+        hidden = layers.Dense(HIDDEN, name="up")(inputs)
+        gate = layers.Dense(HIDDEN, name="gate")(inputs)
+        down = layers.Dense(5, name="down")(layers.Multiply()([hidden, gate]))
+        return keras.Model(inputs, [down, layers.Softmax()(gate)])
+
+    assert behind_in(build) == {}
+
+
+@pytest.mark.parametrize("name", ["gelu", "gated", "softmax"])
+def test_weights_are_those_of_one_device(name):
+    build = {**CANCELS, **KEEPS}[name]
+    data = rows_of(26)
+    one, losses = trained(None, build, data=data)
+    model, own_losses = trained(grid((2, 2), RULES), build, data=data)
+    # Six steps of 12 rows with gradients below 8, times 1 (momentum 0.9).
+    bound = rounding_bound(one, 6, 12, 8.0, 1.0)
+    assert largest_distance(one.get_weights(), model.get_weights()) < bound
+    np.testing.assert_allclose(own_losses, losses, rtol=1e-5)
