@@ -76,8 +76,8 @@ class GridUpdates(ShardUpdates):
         if self.transport.among(self.transport.topology.within_hosts).swap is None:
             return ()  # it cannot send rows to chosen replicas: layers gather weights
         found = layers_in_parts(self._layers, layout_of)
-        if call.step.has_dummy_rows and not is_stock_step(call.fn):
-            # There a replica without rows drops its gradients of whole weights, which
+        if call.drops_gradients:
+            # A replica without rows drops its gradients of whole weights, which
             # would be those of other replicas' rows: projections compute each alone.
             found = [one for one in found if not one.shares_bias]
         behind = self._rows_behind(call, found)

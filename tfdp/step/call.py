@@ -29,7 +29,7 @@ from tfdp.step.observers import StepMeter, observers_of
 from tfdp.step.reports import NotedResults
 from tfdp.step.rows import gathering_real_rows, step_on_padded_batch
 from tfdp.tracing.effect_order import operations
-from tfdp.tracing.keras_steps import is_predict_step, name_of_step
+from tfdp.tracing.keras_steps import is_predict_step, is_stock_step, name_of_step
 from tfdp.tracing.rows import (
     Batch,
     add_dummy_rows,
@@ -138,6 +138,11 @@ class StepCall:
             meter.note(rows_here, self.arguments)
         for stage in self.step.stages:
             stage.begin_step(rows_here, tensors_of_this_graph(self.arguments))
+
+    @property
+    def drops_gradients(self) -> bool:
+        """Whether a replica without rows sets its gradients to 0, not only its loss."""
+        return self.step.has_dummy_rows and not is_stock_step(self.fn)
 
     def model_inputs(self) -> Any:
         """The specs of the first replica's inputs of the model, in a step of Keras'."""
