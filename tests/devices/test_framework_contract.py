@@ -19,6 +19,7 @@ from tfdp._private.optimizer_hooks import CLIPPING
 from tfdp._private.step_ops import order_of
 from tfdp.seams import table
 from tfdp.step.losses import ReplicaLosses
+from tfdp.strategies.startup_checks import moved_looks, moved_seams
 
 
 def test_keras_asks_for_a_batch_in_the_function_that_is_replaced():
@@ -30,7 +31,7 @@ def test_keras_asks_for_a_batch_in_the_function_that_is_replaced():
 
 
 def test_the_table_is_that_of_this_keras():
-    assert table.moved_seams() == table.moved_looks() == []
+    assert moved_seams() == moved_looks() == []
 
 
 def test_keras_calls_the_functions_that_scale_losses():

@@ -57,7 +57,7 @@ def checked_anew():
 
 
 def check_anew():
-    for check in (startup_checks.check_versions, table.check_seams):
+    for check in (startup_checks.check_versions, startup_checks.check_seams):
         getattr(check, "cache_clear", lambda: None)()
 
 

@@ -9,15 +9,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-import inspect
-import os
 from types import CodeType
 from typing import Any
 
 import keras
 import tensorflow as tf
-
-from tfdp.errors import SeamError
 
 # The versions whose signatures are in the table.
 CHECKED_VERSIONS = {"tensorflow": "2.21.0", "keras": "3.15.1"}
@@ -523,60 +519,6 @@ def names_in(code: CodeType) -> set[str]:
     return {*code.co_varnames, *code.co_cellvars, *code.co_freevars}
 
 
-def moved_looks(looks: tuple[Look, ...] = LOOKS) -> list[str]:
-    """The functions that lack a local variable of the table, with what is missing."""
-    found = []
-    for look in looks:
-        try:
-            function = inspect.unwrap(getattr(owner_of(look), look.function))
-        except (ImportError, AttributeError):
-            found.append(f"{look.owner} has no {look.function}")
-            continue
-        missing = {*look.names} - names_in(function.__code__)
-        found += [
-            f"{look.function} of {look.owner} has no local variable {name}"
-            for name in sorted(missing)
-        ]
-    return found
-
-
-def moved_seams(seams: tuple[Seam, ...] = SEAMS) -> list[str]:
-    """The seams that differ from the table, each with what is there instead."""
-    found = []
-    for seam in seams:
-        try:
-            owner: Any = owner_of(seam)
-            method = owner if seam.signature == DATA else getattr(owner, seam.attribute)
-        except (ImportError, AttributeError):
-            found.append(f"{seam.owner} has no {seam.attribute}")
-            continue
-        if seam.signature in (None, DATA):
-            continue  # data is found missing where it is replaced
-        there = _parameters(inspect.signature(method))
-        if there != seam.signature:
-            found.append(
-                f"{seam.owner} has {seam.attribute}{there} instead of {seam.signature}"
-            )
-    return found
-
-
-def check_seams() -> None:
-    """Raises SeamError if a method in the table has moved or takes other arguments.
-
-    Not with the environment variable TFDP_UNCHECKED=1.
-    """
-    if os.environ.get(UNCHECKED) == "1":
-        return
-    moved = [*moved_seams(), *moved_looks()]
-    if moved:
-        raise SeamError(
-            "tfdp replaces methods of Keras and TensorFlow to make training exact, and "
-            f"this Keras or TensorFlow has others: {'; '.join(moved)}. "
-            f"{checked_versions()} {UNCHECKED}=1 in the environment trains anyway, and "
-            "results may be wrong without an error."
-        )
-
-
 def checked_versions() -> str:
     """The installed versions and those to install, for errors."""
     checked = " ".join(f"{name}=={v}" for name, v in CHECKED_VERSIONS.items())
@@ -584,12 +526,3 @@ def checked_versions() -> str:
         f"Installed are Keras {keras.__version__} and TensorFlow {tf.__version__}: "
         f"install versions that tfdp was checked with, {checked}."
     )
-
-
-def _parameters(signature: inspect.Signature) -> str:
-    """The parameters as text, without annotations."""
-    bare = [
-        one.replace(annotation=inspect.Parameter.empty)
-        for one in signature.parameters.values()
-    ]
-    return str(inspect.Signature(bare))

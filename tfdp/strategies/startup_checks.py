@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import os
 import warnings
+from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdp.errors import UncheckedVersionWarning
+from tfdp.errors import SeamError, UncheckedVersionWarning
 from tfdp.seams.losses import replace_loss_functions
-from tfdp.seams.table import CHECKED_VERSIONS, check_seams, is_of_keras_3_16
+from tfdp.seams.table import (
+    CHECKED_VERSIONS,
+    DATA,
+    LOOKS,
+    SEAMS,
+    UNCHECKED,
+    Look,
+    Seam,
+    checked_versions,
+    is_of_keras_3_16,
+    names_in,
+    owner_of,
+)
 from tfdp.tracing.statements import register_results
 
 
@@ -41,3 +56,66 @@ def warn_of_other_versions() -> None:
                 UncheckedVersionWarning,
                 stacklevel=4,
             )
+
+
+def moved_looks(looks: tuple[Look, ...] = LOOKS) -> list[str]:
+    """The functions that lack a local variable of the table, with what is missing."""
+    found = []
+    for look in looks:
+        try:
+            function = inspect.unwrap(getattr(owner_of(look), look.function))
+        except (ImportError, AttributeError):
+            found.append(f"{look.owner} has no {look.function}")
+            continue
+        missing = {*look.names} - names_in(function.__code__)
+        found += [
+            f"{look.function} of {look.owner} has no local variable {name}"
+            for name in sorted(missing)
+        ]
+    return found
+
+
+def moved_seams(seams: tuple[Seam, ...] = SEAMS) -> list[str]:
+    """The seams that differ from the table, each with what is there instead."""
+    found = []
+    for seam in seams:
+        try:
+            owner: Any = owner_of(seam)
+            method = owner if seam.signature == DATA else getattr(owner, seam.attribute)
+        except (ImportError, AttributeError):
+            found.append(f"{seam.owner} has no {seam.attribute}")
+            continue
+        if seam.signature in (None, DATA):
+            continue  # data is found missing where it is replaced
+        there = _parameters(inspect.signature(method))
+        if there != seam.signature:
+            found.append(
+                f"{seam.owner} has {seam.attribute}{there} instead of {seam.signature}"
+            )
+    return found
+
+
+def check_seams() -> None:
+    """Raises SeamError if a method in the table has moved or takes other arguments.
+
+    Not with the environment variable TFDP_UNCHECKED=1.
+    """
+    if os.environ.get(UNCHECKED) == "1":
+        return
+    moved = [*moved_seams(), *moved_looks()]
+    if moved:
+        raise SeamError(
+            "tfdp replaces methods of Keras and TensorFlow to make training exact, and "
+            f"this Keras or TensorFlow has others: {'; '.join(moved)}. "
+            f"{checked_versions()} {UNCHECKED}=1 in the environment trains anyway, and "
+            "results may be wrong without an error."
+        )
+
+
+def _parameters(signature: inspect.Signature) -> str:
+    """The parameters as text, without annotations."""
+    bare = [
+        one.replace(annotation=inspect.Parameter.empty)
+        for one in signature.parameters.values()
+    ]
+    return str(inspect.Signature(bare))
