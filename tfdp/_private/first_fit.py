@@ -10,6 +10,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.distribution import ModelParallel
 from keras.src.trainers.data_adapters import get_data_adapter
 from keras.src.trainers.data_adapters.array_slicing import train_validation_split
 
@@ -36,6 +37,24 @@ SAVE_METHODS = ("save", "save_weights")
 DEVICE_PROPERTIES = ("intra_op_parallelism_threads", "inter_op_parallelism_threads")
 # What a strategy of the running script is replaced by; at most one.
 _stand_ins: list[Any] = []
+# What the last script gave as `layout=`, or to Keras' set_distribution; at most one.
+_layouts: list[Any] = []
+
+
+def running_stand_in() -> Any:
+    """The object that strategies of a running script become; None: none runs."""
+    return _stand_ins[-1] if _stand_ins else None
+
+
+def note_layout(given: Any) -> None:
+    """Keeps a `LayoutMap` or `ModelParallel` of the running script, for a command."""
+    if isinstance(given, keras.distribution.LayoutMap | ModelParallel):
+        _layouts[:] = [given]
+
+
+def noted_layout() -> Any:
+    """The layout of the last script that a command has run; None: it has none."""
+    return _layouts[-1] if _layouts else None
 
 
 @contextlib.contextmanager
@@ -79,6 +98,7 @@ def running_a_script(
         *((TENSORFLOW_CONTEXT, name, _nothing) for name in DEVICE_METHODS),
         *((TENSORFLOW_CONTEXT, name, _read_only) for name in DEVICE_PROPERTIES),
     ]
+    _layouts.clear()
     _stand_ins.append(strategy)
     try:
         with contextlib.ExitStack() as stack:
@@ -91,6 +111,7 @@ def running_a_script(
 
 def _strategy_or_stand_in(original: Callable[..., Any]) -> Callable[..., Any]:
     def new(kind: type, *arguments: Any, **options: Any) -> Any:
+        note_layout(options.get("layout"))
         return _stand_ins[-1] if _stand_ins else object.__new__(kind)
 
     return new

@@ -142,7 +142,11 @@ def rules_of(distribution: keras.distribution.ModelParallel) -> dict[str, Axes]:
 
 def devices_of(given: Any) -> Sequence[str] | None:
     """The names of the mesh's devices, by rank; None: it has other objects."""
-    distribution = distribution_of(given)
+    return devices_of_mesh(distribution_of(given))
+
+
+def devices_of_mesh(distribution: Any) -> list[str] | None:
+    """`devices_of` of any distribution of Keras."""
     of_keras = distribution.device_mesh
     first = list(of_keras.axis_names).index(distribution.batch_dim_name)
     order = [first, *(i for i in range(of_keras.devices.ndim) if i != first)]
