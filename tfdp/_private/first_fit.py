@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -17,6 +19,8 @@ from keras.src.trainers.data_adapters.array_slicing import train_validation_spli
 from tfdp.errors import ConfigurationError
 from tfdp.seams.replace import class_attribute, replace_for_good
 from tfdp.seams.table import (
+    DEVICE_MESH,
+    LAYOUT_MAP,
     MODEL,
     OPTIMIZER,
     STRATEGY,
@@ -107,6 +111,37 @@ def running_a_script(
             yield
     finally:
         _stand_ins.pop()
+
+
+@contextlib.contextmanager
+def lenient_layouts() -> Iterator[dict[str, str]]:
+    """Lets meshes name any number of devices, and maps leave out what Keras refuses.
+
+    Yields, for each rule that Keras refuses, what it says.
+    """
+    refused: dict[str, str] = {}
+
+    def set_item(original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def setitem(layout_map: Any, rule: str, layout: Any) -> None:
+            try:
+                original(layout_map, rule, layout)
+            except ValueError as error:
+                refused[rule] = str(error)
+
+        return setitem
+
+    def any_devices(original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def init(mesh: Any, shape: Any, axis_names: Any, devices: Any = None) -> None:
+            devices = [f"cpu:{i}" for i in range(math.prod(shape))]
+            original(mesh, shape, axis_names, devices)
+
+        return init
+
+    with class_attribute(LAYOUT_MAP, "__setitem__", set_item):
+        with class_attribute(DEVICE_MESH, "__init__", any_devices):
+            yield refused
 
 
 def _strategy_or_stand_in(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -138,6 +138,18 @@ def rules_of(distribution: keras.distribution.ModelParallel) -> dict[str, Axes]:
     """The axes of each rule, by its pattern."""
     rules = layout_map_of(distribution)
     return {rule: tuple(rules[rule].axes) for rule in rules}
+
+
+def rules_for(path: str, rules: Mapping[str, Axes]) -> tuple[str, ...]:
+    """The rules that meet the path of a weight, as Keras matches them."""
+    if path in rules:
+        return (path,)
+    found = []
+    for rule, axes in rules.items():
+        alone = keras.distribution.LayoutMap(None)
+        alone[rule] = axes
+        found += [rule] if alone[path] is not None else []
+    return tuple(found)
 
 
 def devices_of(given: Any) -> Sequence[str] | None:
