@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from tfdp.strategies.data_parallel import DataParallelStrategy
     from tfdp.strategies.devices import use_virtual_devices
     from tfdp.strategies.hierarchical import HierarchicalAllReduce
+    from tfdp.strategies.keras_distribution import obey_keras_distribution
     from tfdp.strategies.multi_host import MultiHostDataParallelStrategy
     from tfdp.strategies.quiet import quiet
     from tfdp.strategies.tpu import TPUDataParallelStrategy
@@ -63,6 +64,7 @@ _PUBLIC = {
     "find_cluster": "tfdp.cluster",
     "layers": "tfdp.layers",
     "losses": "tfdp.losses",
+    "obey_keras_distribution": "tfdp.strategies.keras_distribution",
     "optimizers": "tfdp.optimizers",
     "planning": "tfdp.planning",
     "quiet": "tfdp.strategies.quiet",
@@ -79,6 +81,7 @@ _STRATEGIES = {
     "MultiHostDataParallelStrategy",
     "TPUDataParallelStrategy",
     "auto_strategy",
+    "obey_keras_distribution",
 }
 # These load without TensorFlow.
 _PURE = {"Cluster", "Communication", "Sharding", "cluster", "errors", "find_cluster"}

@@ -16,6 +16,7 @@ BLOCK = re.compile(r"^```(py|python)\n(.*?)^```$", re.M | re.S)
 # What the script before must use.
 USES = {
     "horovod": "horovod",
+    "keras-distribution": "keras.distribution.set_distribution",
     "pytorch": "torch.distributed",
     "tensorflow": "tf.distribute",
 }

@@ -10,7 +10,7 @@ from tfdp.tools.commands import cli, plan, tune
 
 MODEL = ["plan", "model.py", "--batch", "8"]
 FITS = types.SimpleNamespace(
-    plan=types.SimpleNamespace(fits=True),
+    fits=True,
     print=lambda: print("It fits."),
     to_json=dict,
     page=lambda: "<p>",

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.distribution import ModelParallel
 from keras.src.trainers.data_adapters import get_data_adapter
 from keras.src.trainers.data_adapters.array_slicing import train_validation_split
 
 from tfdp.errors import ConfigurationError
 from tfdp.seams.replace import class_attribute, replace_for_good
 from tfdp.seams.table import (
+    DEVICE_MESH,
+    LAYOUT_MAP,
     MODEL,
     OPTIMIZER,
     STRATEGY,
@@ -36,6 +41,24 @@ SAVE_METHODS = ("save", "save_weights")
 DEVICE_PROPERTIES = ("intra_op_parallelism_threads", "inter_op_parallelism_threads")
 # What a strategy of the running script is replaced by; at most one.
 _stand_ins: list[Any] = []
+# What the last script gave as `layout=`, or to Keras' set_distribution; at most one.
+_layouts: list[Any] = []
+
+
+def running_stand_in() -> Any:
+    """The object that strategies of a running script become; None: none runs."""
+    return _stand_ins[-1] if _stand_ins else None
+
+
+def note_layout(given: Any) -> None:
+    """Keeps a `LayoutMap` or `ModelParallel` of the running script, for a command."""
+    if isinstance(given, keras.distribution.LayoutMap | ModelParallel):
+        _layouts[:] = [given]
+
+
+def noted_layout() -> Any:
+    """The layout of the last script that a command has run; None: it has none."""
+    return _layouts[-1] if _layouts else None
 
 
 @contextlib.contextmanager
@@ -79,6 +102,7 @@ def running_a_script(
         *((TENSORFLOW_CONTEXT, name, _nothing) for name in DEVICE_METHODS),
         *((TENSORFLOW_CONTEXT, name, _read_only) for name in DEVICE_PROPERTIES),
     ]
+    _layouts.clear()
     _stand_ins.append(strategy)
     try:
         with contextlib.ExitStack() as stack:
@@ -89,8 +113,40 @@ def running_a_script(
         _stand_ins.pop()
 
 
+@contextlib.contextmanager
+def lenient_layouts() -> Iterator[dict[str, str]]:
+    """Lets meshes name any number of devices, and maps leave out what Keras refuses.
+
+    Yields, for each rule that Keras refuses, what it says.
+    """
+    refused: dict[str, str] = {}
+
+    def set_item(original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def setitem(layout_map: Any, rule: str, layout: Any) -> None:
+            try:
+                original(layout_map, rule, layout)
+            except ValueError as error:
+                refused[rule] = str(error)
+
+        return setitem
+
+    def any_devices(original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def init(mesh: Any, shape: Any, axis_names: Any, devices: Any = None) -> None:
+            devices = [f"cpu:{i}" for i in range(math.prod(shape))]
+            original(mesh, shape, axis_names, devices)
+
+        return init
+
+    with class_attribute(LAYOUT_MAP, "__setitem__", set_item):
+        with class_attribute(DEVICE_MESH, "__init__", any_devices):
+            yield refused
+
+
 def _strategy_or_stand_in(original: Callable[..., Any]) -> Callable[..., Any]:
     def new(kind: type, *arguments: Any, **options: Any) -> Any:
+        note_layout(options.get("layout"))
         return _stand_ins[-1] if _stand_ins else object.__new__(kind)
 
     return new

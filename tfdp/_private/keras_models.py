@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -188,6 +189,7 @@ def large_variables_left_empty(least_bytes: int) -> Iterator[None]:
     """
 
     def replacement(original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
         def initialize(variable: Any, initializer: Any) -> None:
             dtype = tf.as_dtype(variable.dtype)
             if math.prod(variable.shape) * dtype.size < least_bytes:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -140,9 +140,25 @@ def rules_of(distribution: keras.distribution.ModelParallel) -> dict[str, Axes]:
     return {rule: tuple(rules[rule].axes) for rule in rules}
 
 
+def rules_for(path: str, rules: Mapping[str, Axes]) -> tuple[str, ...]:
+    """The rules that meet the path of a weight, as Keras matches them."""
+    if path in rules:
+        return (path,)
+    found = []
+    for rule, axes in rules.items():
+        alone = keras.distribution.LayoutMap(None)
+        alone[rule] = axes
+        found += [rule] if alone[path] is not None else []
+    return tuple(found)
+
+
 def devices_of(given: Any) -> Sequence[str] | None:
     """The names of the mesh's devices, by rank; None: it has other objects."""
-    distribution = distribution_of(given)
+    return devices_of_mesh(distribution_of(given))
+
+
+def devices_of_mesh(distribution: Any) -> list[str] | None:
+    """`devices_of` of any distribution of Keras."""
     of_keras = distribution.device_mesh
     first = list(of_keras.axis_names).index(distribution.batch_dim_name)
     order = [first, *(i for i in range(of_keras.devices.ndim) if i != first)]

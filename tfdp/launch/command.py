@@ -109,6 +109,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--grace-seconds", type=_seconds, metavar="S", help=grace)
     logs = "keep what each worker writes in worker-RANK.log there"
     add("--log-dir", metavar="FOLDER", help=logs)
+    obeys = "train by the script's keras.distribution, on Keras' TensorFlow backend"
+    add("--keras-distribution", dest="obeys_keras", action="store_true", help=obeys)
     module = "what follows is a module"
     add("-m", dest="is_module", action="store_true", help=module)
     add("program", nargs=argparse.REMAINDER, help=unseen)
@@ -139,6 +141,7 @@ def _add_restarts(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Runs `tfdp launch`; returns the first failure's exit status, or 0."""
     program = parse_program(options.program, options.is_module)
+    program = dataclasses.replace(program, obeys_keras=options.obeys_keras)
     _check_options(options)
     if options.grace_seconds is None:
         is_pod = options.kubernetes is not None

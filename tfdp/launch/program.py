@@ -12,15 +12,20 @@ from tfdp.files.near import did_you_mean_path, is_script
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """`script.py args...` or `-m module args...`."""
+    """`script.py args...` or `-m module args...`.
+
+    `obeys_keras`: the strategy is that of its `keras.distribution`.
+    """
 
     target: str
     arguments: tuple[str, ...] = ()
     is_module: bool = False
+    obeys_keras: bool = False
 
     def command(self, python: str) -> list[str]:
+        runner = ["-m", "tfdp.launch.obeying"] if self.obeys_keras else []
         flag = ["-m"] if self.is_module else []
-        return [python, *flag, self.target, *self.arguments]
+        return [python, *runner, *flag, self.target, *self.arguments]
 
     @property
     def name(self) -> str:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ import tensorflow as tf
 from keras import ops
 
 from tfdp.errors import SeamError
-from tfdp.seams.replace import replace_for_good
+from tfdp.seams.replace import replace_function
 from tfdp.seams.table import LOSS
 
 # The property by which a strategy says that it scales losses itself.
@@ -53,18 +52,8 @@ class MeanLoss(NamedTuple):
 
 def replace_loss_functions() -> None:
     """Puts the replacements in place, also where a module imported the names."""
-    keras_losses = importlib.import_module(LOSS)
     for name, replacement in _REPLACEMENTS.items():
-        original = getattr(keras_losses, name, None)
-        if original is None:
-            continue  # TFDP_UNCHECKED=1
-        replace_for_good(LOSS, name, replacement)
-        replaced = getattr(keras_losses, name)
-        for module in list(sys.modules.values()):
-            # Not getattr, which imports what a lazy module stands for.
-            names = getattr(module, "__dict__", {})
-            if names.get(name) is original:
-                names[name] = replaced
+        replace_function(LOSS, name, replacement)
 
 
 def _reduce_weighted_values(original: Callable[..., Any]) -> Callable[..., Any]:

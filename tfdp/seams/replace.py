@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -131,6 +132,20 @@ def replace_for_good(
             replaced = replacement(function)
             replaced.replaced_by_tfdp = True
             setattr(found, attribute, property(replaced) if is_property else replaced)
+
+
+def replace_function(module: str, name: str, replacement: Callable[[Any], Any]) -> None:
+    """`replace_for_good` for a function, also where a module has imported its name."""
+    with contextlib.suppress(ImportError, AttributeError):
+        found = owner_of(_row_of(module, name))
+        original = getattr(found, name)
+        replace_for_good(module, name, replacement)
+        replaced = getattr(found, name)
+        for holder in list(sys.modules.values()):
+            # Not getattr, which imports what a lazy module stands for.
+            names = getattr(holder, "__dict__", {})
+            if names.get(name) is original:
+                names[name] = replaced
 
 
 @contextlib.contextmanager

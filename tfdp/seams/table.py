@@ -30,9 +30,10 @@ class Seam:
       signature: its parameters as Python prints them, without annotations; None if
         versions that work differ; `DATA` for an attribute that is no function.
       when: "always" (once per process; the replacement calls the original outside of
-        tfdp's replicas), "step" (on instances, while replicas are traced), "loop" (on
-        instances, during a loop of `fit`, `evaluate` or `predict`), "object" (on one
-        instance for as long as it lives), or "context" (within a `with` of tfdp's).
+        tfdp's replicas), "asked" (once per process that calls the public function for
+        it), "step" (on instances, while replicas are traced), "loop" (on instances,
+        during a loop of `fit`, `evaluate` or `predict`), "object" (on one instance for
+        as long as it lives), or "context" (within a `with` of tfdp's).
         "called": it stays Keras', and a replacement calls it.
       why: what the replacement adds.
     """
@@ -102,6 +103,9 @@ LOOKS: tuple[Look, ...] = (
     ),
 )
 
+DISTRIBUTION = "keras.src.distribution.distribution_lib"
+LAYOUT_MAP = "keras.distribution:LayoutMap"
+DEVICE_MESH = "keras.distribution:DeviceMesh"
 LOSS = "keras.src.losses.loss"
 OPTIMIZER = "keras.optimizers:Optimizer"
 EPOCH_ITERATOR = "keras.src.trainers.epoch_iterator:EpochIterator"
@@ -126,6 +130,14 @@ SINCE_3_16 = (
     *_seams(
         MODEL, "always", "it is traced once", _make_function="(self, step_function)"
     ),
+)
+
+# Keras 3.12 has no such function.
+DEVICE_COUNT = _seams(
+    DISTRIBUTION,
+    "asked",
+    "counts the devices of all workers",
+    get_device_count="(device_type=None)",
 )
 
 SEAMS: tuple[Seam, ...] = (
@@ -477,6 +489,29 @@ SEAMS: tuple[Seam, ...] = (
         "context",
         "the scope around the script outlives its clear_session",
         reset_default_graph="()",
+    ),
+    # Scripts of `keras.distribution`.
+    *_seams(
+        DISTRIBUTION,
+        "asked",
+        "its mesh and layouts become those of a strategy (obey_keras_distribution)",
+        set_distribution="(value)",
+        list_devices="(device_type=None)",
+        initialize="(job_addresses=None, num_processes=None, process_id=None)",
+        distribute_tensor="(tensor, layout)",
+    ),
+    *(DEVICE_COUNT if hasattr(keras.distribution, "get_device_count") else ()),
+    *_seams(
+        LAYOUT_MAP,
+        "context",
+        "`tfdp plan` lists the rules that Keras refuses",
+        __setitem__="(self, key, layout)",
+    ),
+    *_seams(
+        DEVICE_MESH,
+        "context",
+        "`tfdp plan` needs no device of the mesh",
+        __init__="(self, shape, axis_names, devices=None)",
     ),
     *_seams(
         "tensorflow.python.trackable.base:Trackable",

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdp.checks import is_whole
+from tfdp.cluster import find_cluster
 from tfdp.cluster.machine import notebook_restart_hint, usable_cores
 from tfdp.errors import ConfigurationError, DeviceError, DeviceWarning
 
@@ -147,6 +148,20 @@ def find_devices(devices: Sequence[str] | None = None) -> tuple[str, ...]:
             "own device."
         )
     return full_names
+
+
+def devices_of_job(kind: str | None) -> list[str]:
+    """The devices of all workers, as Keras names them; starts no runtime.
+
+    `kind`: "cpu" or "gpu"; None: GPUs, or CPUs if there is none.
+    """
+    physical = tf.config.get_visible_devices
+    kind = kind or ("gpu" if physical("GPU") else "cpu")
+    split = map(tf.config.get_logical_device_configuration, physical(kind.upper()))
+    count, cluster = sum(len(parts or [None]) for parts in split), find_cluster()
+    if count and cluster is not None:
+        count = cluster.workers * (cluster.devices_per_worker or count)
+    return [f"{kind}:{i}" for i in range(count)]
 
 
 def _full_name(name: str) -> str:

@@ -37,8 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     end_help(
         parser,
         f"MODEL is {FORMS}",
-        "Exit status: 0 it fits, or no memory was given; 1 it does not; 2 nothing was "
-        "planned, or a file could not be written.",
+        "Exit status: 0 it fits, or no memory was given; 1 it does not, or a rule of a "
+        "layout has a fault; 2 nothing was planned, or a file could not be written.",
     )
     add = parser.add_argument
     count = partial(parser.add_argument, type=integer_from(1))
@@ -60,6 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=POLICIES,
         help=f"with tfdp.remat(model, POLICY): {', '.join(POLICIES)}",
     )
+    layout = "the weights that each rule of the script's layout= meets, and cuts"
+    add("--layout", action="store_true", help=layout)
     quick = "this setting only: no largest batch, no alternatives"
     add("--quick", action="store_true", help=quick)
     add("--json", metavar="PATH", help="also write the plan to this file")
@@ -89,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
     if options.page is not None:
         write_text_for("--page", options.page, answer.page())
         print(f"page with charts: {pathlib.Path(options.page).absolute()}")
-    return DOES_NOT_FIT if answer.plan.fits is False else FITS
+    return DOES_NOT_FIT if answer.fits is False else FITS
 
 
 def _answer(
@@ -99,15 +101,21 @@ def _answer(
     memory_bytes: int | None,
 ) -> Any:
     import_tensorflow_quietly(without=NOT_NEEDED_FOR_A_STEP)
+    from tfdp._private.first_fit import noted_layout
+    from tfdp.tools.commands.plan_layout import loading_layouts, table_of_script
     from tfdp.tools.planning.answer import Answer
     from tfdp.tools.planning.planner import Planner, have_devices
     from tfdp.tools.planning.ways import largest_batch, settings_to_try, ways_to_fit
 
     note_used()  # suppresses the warning about a strategy without a scope
     have_devices(options.replicas, is_offloading=sharding.offloads)
+    replicas = options.replicas * options.hosts
     with errors_of_target(f"{options.model} could not be loaded"):
-        replicas = options.replicas * options.hosts
-        build, batch = load_model(target, options.batch, replicas)
+        with loading_layouts(target, replicas) as refused:
+            build, batch = load_model(target, options.batch, replicas)
+            if options.layout or noted_layout() is not None:
+                _check_layout_options(options)
+                return table_of_script(options.model, build, batch, refused)
     planner = Planner(
         build,
         batch,
@@ -131,6 +139,15 @@ def _answer(
             if not plan.fits:
                 ways = list(ways_to_fit(planner, limit, advance, remat))
     return Answer(options.model, plan, largest, ways)
+
+
+def _check_layout_options(options: argparse.Namespace) -> None:
+    for name, value in {"--page": options.page, "--memory": options.memory}.items():
+        if value is not None:
+            raise ConfigurationError(
+                f"{name} is about the memory of a step, which is not planned for a "
+                "script with layout=. Leave it out; --json writes the table of weights."
+            )
 
 
 def _sharding(options: argparse.Namespace) -> Sharding:

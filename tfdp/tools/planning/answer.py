@@ -52,6 +52,11 @@ class Answer:
             return f"{text}. It fits in {given}, with {spare:.0%} to spare."
         return f"{text}. It does not fit in {given}."
 
+    @property
+    def fits(self) -> bool | None:
+        """Whether the plan fits; None: no memory was given."""
+        return self.plan.fits
+
     def part_rows(self) -> list[tuple[str, str, str]]:
         """(part, size, share), in the order of COLOURS."""
         plan = self.plan
