@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -32,6 +33,14 @@ class MeshVariable(ShardedVariable):
 
     # The whole of a weight is in the memory of the host, and its blocks on the devices.
     cutting_device = "CPU:0"
+
+
+@dataclasses.dataclass
+class StepInParts:
+    """The layers that compute in parts in a step; `behind`: see `OpenRegions`."""
+
+    found: Sequence[InParts] = ()
+    behind: Mapping[int, Any] = dataclasses.field(default_factory=dict)
 
 
 class GridUpdates(ShardUpdates):
@@ -72,18 +81,22 @@ class GridUpdates(ShardUpdates):
         layout = self.layouts.layout_of_new(kwargs)
         return super().layout_of_new(kwargs, value) if layout is None else layout
 
-    def overrides(self, call: Any) -> Iterable[Override]:
+    def begin(self, call: Any) -> None:
         if self.transport.among(self.transport.topology.within_hosts).swap is None:
-            return ()  # it cannot send rows to chosen replicas: layers gather weights
+            return  # it cannot send rows to chosen replicas: layers gather weights
         found = layers_in_parts(self._layers, layout_of)
         if call.drops_gradients:
-            # A replica without rows drops its gradients of whole weights, which
-            # would be those of other replicas' rows: projections compute each alone.
+            # A replica without rows drops its gradients of whole weights, which would
+            # be those of other replicas' rows: projections compute each alone.
             found = [one for one in found if not one.shares_bias]
-        behind = self._rows_behind(call, found)
+        plan = call.step.of(StepInParts)
+        plan.found, plan.behind = found, self._rows_behind(call, found)
+
+    def overrides(self, call: Any) -> Iterable[Override]:
+        plan = call.step.of(StepInParts)
         for trace in call.step.traces:
-            trace.of(OpenRegions).behind = behind
-        return part_overrides(found, behind, self.mover_of)
+            trace.of(OpenRegions).behind = plan.behind
+        return part_overrides(plan.found, plan.behind, self.mover_of)
 
     def _rows_behind(self, call: Any, found: Sequence[InParts]) -> Mapping[int, Any]:
         """The exchanges that cancel in a step of Keras'; proved once for a model."""

@@ -103,6 +103,9 @@ class ShardUpdates:
         """Notes an optimizer that is made under the strategy."""
         place_when_built(optimizer)
 
+    def begin(self, call: Any) -> None:
+        """Looks at a step before its replicas are traced."""
+
     def overrides(self, call: Any) -> Iterable[Override]:
         """The methods of layers that are replaced while replicas are traced."""
         return ()

@@ -98,6 +98,11 @@ class ShardsOfSums(Feature):
     """A replica gets its shard of a gradient's sum (`shard=`), and layers may compute
     with its part of a weight (`layout=`)."""
 
+    def begin(self, call: StepCall) -> None:
+        shards = call.strategy.extended.shards
+        if shards is not None:
+            shards.begin(call)
+
     def overrides(self, call: StepCall) -> Iterable[Override]:
         shards = call.strategy.extended.shards
         return () if shards is None else shards.overrides(call)
