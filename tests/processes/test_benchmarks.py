@@ -22,6 +22,7 @@ OF_WORKERS = ["--case", "allreduce-resnet50", "--arms", "tfdp-sockets-int8"]
         ("links", []),
         ("memory", ["--devices", "2"]),
         ("muon", ["--devices", "2"]),
+        ("second_axis", []),
         pytest.param("prediction", [], marks=pytest.mark.slow),
         pytest.param("stragglers", [], marks=pytest.mark.slow),
         pytest.param("staleness", [], marks=pytest.mark.slow),
