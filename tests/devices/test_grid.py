@@ -41,8 +41,8 @@ def bound_of(model, name):
     Eight steps of 12 rows. A row's gradient of the mean loss is below 8 (inputs up to
     9, five logits, weights below 1). SGD takes it times 0.1 (momentum 0.9: times 1).
     Adam's step changes with the gradient by at most its rate / epsilon = 10, LAMB's and
-    LARS' by the norm of a weight (below 4) over that of its gradient (above 0.05), times
-    0.1.
+    LARS' by the norm of a weight (below 4) over that of its gradient (above 0.05),
+    times 0.1.
     """
     rate = {"momentum": 1.0, "clipnorm": 0.1, "LAMB": 8.0, "LARS": 8.0}.get(name, 10.0)
     return rounding_bound(model, 8, 12, 8.0, rate)
