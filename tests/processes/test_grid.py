@@ -3,10 +3,14 @@
 import functools
 import re
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
+import tfdp
 from tests.support import grid_hosts
+from tests.support.grids import mlp
 from tests.support.parity import rounding_bound
 from tests.support.workers import Workers
 
@@ -117,3 +121,52 @@ def test_groups_that_cross_hosts_are_refused_with_the_mesh_that_fits():
         mesh = re.search("mesh: (.*)", output).group(1)
         assert "4 replicas share parts of weights, and a host has 2" in mesh
         assert "keras.distribution.DeviceMesh((2, 2), ...)" in mesh
+
+
+def read(path):
+    with np.load(path) as file:
+        return dict(file)
+
+
+def assert_same(left, right):
+    assert left.keys() == right.keys()
+    for key in left:
+        np.testing.assert_array_equal(left[key], right[key], err_msg=key)
+
+
+@pytest.mark.worth_seconds(60)
+def test_files_of_hosts_with_a_mesh_hold_whole_weights(tmp_path):
+    one = grid_hosts.built(mlp())
+    grid_hosts.fit(one)
+    of_one = tfdp.checkpoint.Checkpoint(tmp_path / "of one")
+    of_one.save(one, step=1)
+    of_one.wait()
+    state = grid_hosts.state_of(one)
+    variables = {"TFDP_DEVICES_PER_WORKER": "2"}
+    arguments = ("tests.support.grid_hosts", "files", tmp_path)
+    with Workers(2, *arguments, variables=variables) as workers:
+        outputs = workers.succeed()
+    grid_hosts.fit(one)
+    trained = read(tmp_path / "trained.0.npz")
+    bound = rounding_bound(one, 6, 12, 8.0, 10.0)
+    for key, value in grid_hosts.state_of(one).items():
+        np.testing.assert_allclose(trained[key], value, rtol=0, atol=bound, err_msg=key)
+    restored = grid_hosts.built(mlp())
+    hosts = tfdp.checkpoint.Checkpoint(tmp_path / "of hosts")
+    assert hosts.restore(restored).step == 4
+    assert_same(grid_hosts.state_of(restored), trained)
+    for rank, output in enumerate(outputs):
+        assert_same(read(tmp_path / f"read.{rank}.npz"), state)
+        assert_same(read(tmp_path / f"trained.{rank}.npz"), trained)
+        assert_same(read(tmp_path / f"restored.{rank}.npz"), trained)
+        loaded = keras.models.load_model(tmp_path / f"model.{rank}.keras")
+        assert_same(grid_hosts.state_of(loaded), trained)
+        served = tf.saved_model.load(tmp_path / f"served.{rank}")
+        for mine, weight in zip(served.variables, loaded.weights, strict=True):
+            np.testing.assert_array_equal(mine.numpy(), weight.numpy())
+        assert "compared 3 0" in output
+        # Replicas 1 and 3 hold the second block: there is no majority.
+        drift = re.search("drifted: (.*)", output).group(1)
+        assert re.search(r"replica 1 .*, replica 3 .* differ in up/kernel", drift), (
+            drift
+        )

@@ -1,6 +1,8 @@
 """Trainings with `layout=` on several hosts, each with all the parts of a weight.
 
     python -m tests.support.grid_hosts FOLDER DATA MODEL SHARD ENGINE NAME...
+    python -m tests.support.grid_hosts refusals [crossing]
+    python -m tests.support.grid_hosts files FOLDER
 
 Every worker writes what each training gives to FOLDER/NAME.RANK.npz. DATA and MODEL are
 the sizes of the mesh.
@@ -78,8 +80,69 @@ def refusals():
         print("mesh:", " ".join(str(error).split()), flush=True)
 
 
+class Plant(keras.callbacks.Callback):
+    """Changes one block on the second host."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 1 and os.environ["TFDP_RANK"] == "1":
+            copy = self.model.get_layer("up").kernel.value.values[1]
+            copy.assign(copy + 1e-3)
+
+
+def state_of(model):
+    variables = [*model.variables, *model.optimizer.variables]
+    return {f"v{place}": v.numpy() for place, v in enumerate(variables)}
+
+
+def files(folder):
+    """Reads a checkpoint of one device, trains, and writes files of each kind."""
+    strategy = tfdp.MultiHostDataParallelStrategy(layout=layout_of((2, 2), MLP_RULES))
+    rank, folder = strategy.cluster.rank, pathlib.Path(folder)
+
+    def compiled():
+        with strategy.scope():
+            return built(mlp())
+
+    model = compiled()
+    assert tfdp.checkpoint.Checkpoint(folder / "of one").restore(model).step == 1
+    np.savez(folder / f"read.{rank}.npz", **state_of(model))
+    check = tfdp.callbacks.ReplicaCheck(1)
+    fit(model, check)
+    print("compared", check.checks, len(check.drifts), flush=True)
+    np.savez(folder / f"trained.{rank}.npz", **state_of(model))
+    model.save(folder / f"model.{rank}.keras")
+    model.export(folder / f"served.{rank}", verbose=False)
+    files = tfdp.checkpoint.Checkpoint(folder / "of hosts")
+    files.save(model, step=4)
+    files.wait()
+    other = compiled()
+    assert files.restore(other).step == 4
+    np.savez(folder / f"restored.{rank}.npz", **state_of(other))
+    try:
+        fit(other, Plant(), tfdp.callbacks.ReplicaCheck(1))
+    except tfdp.errors.ReplicaDriftError as error:
+        print("drifted:", " ".join(str(error).split()), flush=True)
+
+
+def built(model):
+    model.compile(
+        keras.optimizers.Adam(0.01, epsilon=1e-3),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        jit_compile=False,
+    )
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def fit(model, *callbacks):
+    x, y = rows_of(36)
+    model.fit(x, y, batch_size=12, shuffle=False, verbose=0, callbacks=list(callbacks))
+
+
 if __name__ == "__main__":
-    if sys.argv[1] == "refusals":
+    if sys.argv[1] == "files":
+        files(sys.argv[2])
+    elif sys.argv[1] == "refusals":
         refusals()
     else:
         main(*sys.argv[1:])
