@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,12 +17,20 @@ from tfdp.sharding.updates import ShardUpdates
 from tfdp.sharding.variables import LocalShardVariable, ShardedVariable
 from tfdp.variables.in_shards import InShards
 
+#: The whole of a weight is in the memory of the host, and only its blocks on devices.
+HOST = "CPU:0"
+
 
 class MeshVariable(ShardedVariable):
     """A weight of which the replicas of a group store a block each."""
 
-    # The whole of a weight is in the memory of the host, and its blocks on the devices.
-    cutting_device = "CPU:0"
+    cutting_device = HOST
+
+
+class BlockSums(LocalShardVariable):
+    """An accumulator of gradients of a `MeshVariable`: sums already."""
+
+    cutting_device = HOST
 
 
 class GridUpdates(ShardUpdates):
@@ -45,7 +54,7 @@ class GridUpdates(ShardUpdates):
             if not isinstance(reference.layout, MeshLayout):
                 return found
             if ACCUMULATOR_NAME in (kwargs.get("name") or ""):
-                return LocalShardVariable  # its gradients are sums already
+                return BlockSums
             return MeshVariable if found is ShardedVariable else found
         if self.layouts.layout_of_new(kwargs) is not None:
             return MeshVariable
@@ -54,3 +63,10 @@ class GridUpdates(ShardUpdates):
     def layout_of_new(self, kwargs: dict[str, Any], value: Any) -> ShardLayout:
         layout = self.layouts.layout_of_new(kwargs)
         return super().layout_of_new(kwargs, value) if layout is None else layout
+
+    def whole(
+        self, shards: Sequence[tf.Tensor], layout: ShardLayout, name: str
+    ) -> tf.Tensor:
+        is_of_mesh = isinstance(layout, MeshLayout)
+        with tf.device(HOST) if is_of_mesh else contextlib.nullcontext():
+            return super().whole(shards, layout, name)

@@ -169,7 +169,10 @@ class ShardedVariable(InShards, DistributedVariable):
         rank = updating_rank()
         if rank is not None:
             return update_fn(self._values[rank], value, **kwargs)
-        whole = _checked(value, self.dtype, self.layout)
+        # A replica's value is on its device already.
+        cuts_on = None if self._is_in_replica() else self.cutting_device
+        with tf.device(cuts_on) if cuts_on else contextlib.nullcontext():
+            whole = _checked(value, self.dtype, self.layout)
         assigned = getattr(_local, "assigned", None)
         if assigned is not None:
             assigned[id(self)] = whole.numpy()
@@ -177,7 +180,7 @@ class ShardedVariable(InShards, DistributedVariable):
             before_storing(self, self._values[current_rank()])
         for rank in self._ranks_here():
             device = self._values[rank].device
-            with tf.device(self.cutting_device or device):
+            with tf.device(cuts_on or device):
                 part = self._shards.part_of(rank, self.layout)
                 own = copied_shard(whole, self.layout, part)
             with tf.device(device):

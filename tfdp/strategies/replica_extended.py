@@ -71,7 +71,10 @@ class ReplicaExtended(LastingInput):
 
         shards_class = self.shards_class or ShardUpdates
         if strategy.given.has("layout"):
+            from tfdp.grid.updates import HOST
             from tfdp.grid.updates import GridUpdates as shards_class
+
+            self.start_device = HOST
         self.shards = shards_class(strategy, devices, self.reducer, sharding)
         self.updates = ShardedUpdates(self.shards)
 
