@@ -24,6 +24,7 @@ HOST = "CPU:0"
 class MeshVariable(ShardedVariable):
     """A weight of which the replicas of a group store a block each."""
 
+    stored_by = "layout="
     cutting_device = HOST
 
 

@@ -87,7 +87,7 @@ def check_whole_gradient(variable: ShardedVariable, gradient: tf.Tensor) -> None
         f"{gradient.shape}. The variable is stored in shards, and tf.recompute_grad or "
         "a tf.custom_gradient with `variables` confuses the gradient of the replica's "
         "shard with that of the whole. Use tfdp.remat(layer), which gathers the "
-        'weights again, or leave out shard="parameters" (shard="gradients" works).'
+        f'weights again, or leave out {variable.stored_by} (shard="gradients" works).'
     )
 
 
@@ -95,6 +95,8 @@ class ShardedVariable(InShards, DistributedVariable):
     """A variable of which each replica stores one shard."""
 
     is_stored_in_shards = True
+    #: The option of a strategy that asks for it.
+    stored_by = 'shard="parameters"'
     #: The device that cuts whole tensors; None: the device of each shard.
     cutting_device: str | None = None
     #: Whether layers read it in their compute type.
@@ -127,7 +129,7 @@ class ShardedVariable(InShards, DistributedVariable):
                 f"Variable {self.name!r} is stored in shards: each replica has a part "
                 "of it. A gradient with respect to it can only be taken in a graph of "
                 "all replicas (a function that strategy.run runs, and "
-                'run_eagerly=False), or without shard="parameters".'
+                f"run_eagerly=False), or without {self.stored_by}."
             )
         return super().handle
 
