@@ -164,6 +164,10 @@ def test_files_of_hosts_with_a_mesh_hold_whole_weights(tmp_path):
         served = tf.saved_model.load(tmp_path / f"served.{rank}")
         for mine, weight in zip(served.variables, loaded.weights, strict=True):
             np.testing.assert_array_equal(mine.numpy(), weight.numpy())
+        without = read(tmp_path / "without.0.npz")
+        assert_same(read(tmp_path / f"backup.{rank}.npz"), without)
+        newest = keras.models.load_model(tmp_path / "newest.keras")
+        assert_same(grid_hosts.state_of(newest), without)
         assert "compared 3 0" in output
         # Replicas 1 and 3 hold the second block: there is no majority.
         drift = re.search("drifted: (.*)", output).group(1)

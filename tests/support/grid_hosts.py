@@ -123,6 +123,28 @@ def files(folder):
     except tfdp.errors.ReplicaDriftError as error:
         print("drifted:", " ".join(str(error).split()), flush=True)
 
+    goes_on(compiled, folder, rank)
+
+
+def goes_on(compiled, folder, rank):
+    """Stops after two epochs, and goes on from what only the first host has written."""
+
+    def train(epochs):
+        model = compiled()
+        backup = keras.callbacks.BackupAndRestore(
+            folder / "backup", delete_checkpoint=False
+        )
+        best = keras.callbacks.ModelCheckpoint(folder / "newest.keras")
+        fit(model, backup, best, epochs=epochs)
+        return model
+
+    train(2)
+    model = train(4)
+    without = compiled()
+    fit(without, epochs=4)
+    np.savez(folder / f"without.{rank}.npz", **state_of(without))
+    np.savez(folder / f"backup.{rank}.npz", **state_of(model))
+
 
 def built(model):
     model.compile(
@@ -134,9 +156,10 @@ def built(model):
     return model
 
 
-def fit(model, *callbacks):
+def fit(model, *callbacks, **options):
     x, y = rows_of(36)
-    model.fit(x, y, batch_size=12, shuffle=False, verbose=0, callbacks=list(callbacks))
+    options |= {"shuffle": False, "verbose": 0, "callbacks": list(callbacks)}
+    model.fit(x, y, batch_size=12, **options)
 
 
 if __name__ == "__main__":
