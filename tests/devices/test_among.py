@@ -21,6 +21,7 @@ from tfdp.exchange.shards import ShardReducer
 from tfdp.exchange.sparse import RowSum, sum_slices
 from tfdp.exchange.tpu import CrossReplica
 from tfdp.hosts.socket_link import SocketLink
+from tfdp.plan.mesh import Mesh
 from tfdp.plan.shards import OwnedLayout, ShardLayout
 from tfdp.plan.topology import Groups, Topology
 
@@ -173,10 +174,11 @@ def test_unlike_tensors_within_a_group_are_refused(name):
         step_of(transport_of(name), replica)()
 
 
-def levels_of(host, link, devices=2, over=Levels, **options):
+def levels_of(host, link, devices=2, over=Levels, wire_dtype=None, **options):
     first = host * devices % RANKS
     inner = InProcess(DEVICES[first : first + devices], Topology(1, devices))
-    return over(inner, OverLink(inner.devices[0], link), **options)
+    outer = OverLink(inner.devices[0], link, wire_dtype)
+    return over(inner, outer, **options)
 
 
 def on_hosts(work, make=None):
@@ -318,6 +320,45 @@ def test_sums_over_groups_that_cross_hosts(devices, groups, over):
         if len(found) > len(wanted):
             numbers = len(groups) * (30 * 5 + 5 + 5) + 5
             assert 4 * numbers <= found[-1] < 4 * numbers + 1000
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1)])
+@pytest.mark.parametrize("over_hosts", [True, False])
+def test_parts_of_a_mesh_over_hosts(shape, over_hosts):
+    """The sum of each part over its copies, and with a wire type in half the bytes."""
+    mesh = Mesh(shape, ("data", "model"), "data")
+    layout = mesh.layout((40, 6), (None, "model"))
+    whole = np.tile(MATRICES.reshape(RANKS, 15)[:, :6], [1, 40]).reshape(RANKS, 40, 6)
+
+    def work_in(wire_dtype, levels, host):
+        def replica(levels, rank):
+            reducer, own = ShardReducer(Reducer(levels)), whole[2 * host + rank]
+            if layout is None:  # no axis cuts it
+                return levels.all_reduce([tf.constant(own)], rank, "sum", wire_dtype)
+            parts = reducer.of(layout)
+            assert parts.part_of(rank) == rank
+            shards = parts.reduce_scatter([tf.constant(own)], [layout], rank)
+            return [*parts.all_gather(shards, [layout], rank), *shards]
+
+        sent = levels.bytes_between_hosts
+        found = step_of(levels, replica)()
+        return [[*one, levels.bytes_between_hosts - sent] for one in found]
+
+    sent = []
+    for wire_dtype in (None, "bfloat16"):
+        make = functools.partial(
+            levels_of, shards_over_hosts=over_hosts, wire_dtype=wire_dtype
+        )
+        for rank, found in enumerate(
+            on_hosts(functools.partial(work_in, wire_dtype), make)
+        ):
+            total = whole.sum(axis=0)  # small whole numbers, in any type
+            np.testing.assert_array_equal(found[0], total)
+            if layout is not None:
+                begin = 3 * (rank % 2)
+                np.testing.assert_array_equal(found[1], total[:, begin : begin + 3])
+        sent.append(found[-1])
+    assert 900 < sent[0] < 2000 and sent[1] < sent[0] - 400, sent
 
 
 def test_what_groups_that_cross_hosts_cannot_is_refused():
