@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import tfdp
-from tests.support.grids import MLP_RULES, grid, mlp, rows_of
+from tests.support.grids import MLP_RULES, blocks_of, grid, mlp, rows_of
 from tests.support.parity import largest_distance, rounding_bound
 from tfdp.errors import CollectiveError, ConfigurationError, NotFiniteError
 
@@ -305,3 +305,77 @@ def test_what_cannot_be_is_refused_and_layout_is_named():
     noise = tfdp.callbacks.GradientNoiseScale()
     with pytest.raises(ConfigurationError, match=r"without layout="):
         fit(compiled(strategy_of(4)), callbacks=[noise])
+
+
+def with_words(kind):
+    keras.utils.set_random_seed(3)
+    words = keras.Input((6,), dtype="int32")
+    mean = layers.GlobalAveragePooling1D()(kind(32, 8, name="words")(words))
+    return keras.Model(words, layers.Dense(5, name="head")(mean))
+
+
+class DenseEmbedding(layers.Embedding):
+    """Its gradient is dense: the rows of a repeated word are added first."""
+
+    def call(self, words):
+        return tf.matmul(tf.one_hot(words, 32), tf.convert_to_tensor(self.embeddings))
+
+
+@pytest.mark.parametrize("axes", [("model", None), (None, "model"), ("model", "data")])
+def test_an_embedding_in_blocks_has_a_dense_gradient(axes):
+    drawn = np.random.default_rng(0)
+    x, y = drawn.integers(0, 32, (45, 6)), drawn.integers(0, 5, 45)
+
+    def train(strategy, kind):
+        model = compiled(
+            strategy,
+            lambda: with_words(kind),
+            lambda: keras.optimizers.Adam(0.01, epsilon=1e-3, global_clipnorm=0.1),
+        )
+        model.fit(x, y, batch_size=12, epochs=2, shuffle=False, verbose=0)
+        return model
+
+    one = train(strategy_of(1), DenseEmbedding)
+    other = train(grid((2, 2), {"words/embeddings": axes}), layers.Embedding)
+    bound = rounding_bound(one, 8, 12, 8.0, 10.0)
+    assert largest_distance(one.get_weights(), other.get_weights()) < bound
+
+
+def recurrent():
+    keras.utils.set_random_seed(3)
+    words = keras.Input((6,), dtype="int32")
+    one_hot = layers.CategoryEncoding(9, output_mode="one_hot")(words)
+    return keras.Model(
+        words, layers.Dense(5, name="head")(layers.LSTM(8, name="lstm")(one_hot))
+    )
+
+
+def test_weights_that_a_loop_reads():
+    x = np.random.default_rng(0).integers(0, 9, (45, 6))
+    rules = {"lstm/.*/kernel": (None, "model"), ".*recurrent.*": ("data", "model")}
+
+    def train(strategy):
+        model = compiled(strategy, recurrent)
+        model.fit(x, x[:, 0] % 5, batch_size=12, epochs=2, shuffle=False, verbose=0)
+        return model
+
+    one, other = train(strategy_of(1)), train(grid((2, 2), rules))
+    assert largest_distance(one.get_weights(), other.get_weights()) < rounding_bound(
+        one, 8, 12, 8.0, 10.0
+    )
+
+
+def test_two_axes_beside_the_batch():
+    mesh = keras.distribution.DeviceMesh(
+        (1, 2, 2), ["data", "rows", "model"], [f"cpu:{rank}" for rank in range(4)]
+    )
+    layout = keras.distribution.LayoutMap(mesh)
+    layout["up/kernel"] = ("rows", "model")
+    layout["down/kernel"] = ("model", None)
+    layout["head/kernel"] = ("rows", None)
+    model = fit(compiled(tfdp.DataParallelStrategy(layout=layout)))
+    assert blocks_of(model.get_layer("up").kernel)[0].shape == (6, 8)
+    assert blocks_of(model.get_layer("head").kernel)[0].shape == (6, 5)
+    one = fit(compiled(strategy_of(1)))
+    bound = rounding_bound(one, 8, 12, 8.0, 10.0)
+    assert largest_distance(one.get_weights(), model.get_weights()) < bound
