@@ -1,6 +1,7 @@
 """`Transport.among`: every exchange keeps to the groups, as NumPy computes it there."""
 
 import concurrent.futures
+import functools
 import threading
 
 import numpy as np
@@ -13,12 +14,14 @@ from tfdp.errors import CollectiveError
 from tfdp.exchange.collectives import Collectives
 from tfdp.exchange.in_process import InProcess
 from tfdp.exchange.levels import Levels
+from tfdp.exchange.over_collectives import LevelsOverCollectives
 from tfdp.exchange.over_link import OverLink
 from tfdp.exchange.reducer import Reducer
 from tfdp.exchange.shards import ShardReducer
 from tfdp.exchange.sparse import RowSum, sum_slices
 from tfdp.exchange.tpu import CrossReplica
 from tfdp.hosts.socket_link import SocketLink
+from tfdp.plan.mesh import Mesh
 from tfdp.plan.shards import OwnedLayout, ShardLayout
 from tfdp.plan.topology import Groups, Topology
 
@@ -171,15 +174,21 @@ def test_unlike_tensors_within_a_group_are_refused(name):
         step_of(transport_of(name), replica)()
 
 
-def on_hosts(work):
-    """`work(levels)` on two hosts of two replicas: threads, linked by sockets."""
+def levels_of(host, link, devices=2, over=Levels, wire_dtype=None, **options):
+    first = host * devices % RANKS
+    inner = InProcess(DEVICES[first : first + devices], Topology(1, devices))
+    outer = OverLink(inner.devices[0], link, wire_dtype)
+    return over(inner, outer, **options)
+
+
+def on_hosts(work, make=None):
+    """`work(levels, host)` on two hosts of replicas: threads, linked by sockets."""
+    make = make or functools.partial(levels_of, shards_over_hosts=True)
     address, met = f"127.0.0.1:{free_port()}", threading.Barrier(2, timeout=60)
 
     def host(rank):
         link = SocketLink(rank, 2, address, timeout_seconds=60)
-        devices = DEVICES[2 * rank : 2 * rank + 2]
-        inner = InProcess(devices, Topology(1, 2))
-        levels = Levels(inner, OverLink(devices[0], link), shards_over_hosts=True)
+        levels = make(rank, link)
         try:
             met.wait()
             return work(levels, rank)
@@ -231,15 +240,13 @@ def test_shards_over_hosts_of_any_owner(owner):
 
 
 def test_first_replicas_exchange_across_hosts():
-    groups = Topology(2, 2).across_hosts
-
     def work(levels, host):
-        assert levels.among(groups).part_of(0) == host
+        assert levels.between_hosts.part_of(0) == host
 
         def replica(levels, rank):
             if rank:
                 return []
-            part, own = levels.among(groups), tf.constant(MATRICES[2 * host])
+            part, own = levels.between_hosts, tf.constant(MATRICES[2 * host])
             layouts = layouts_of(2)
             ranges = part.reduce_scatter([own, own], layouts, 0, "bucket")
             return [
@@ -258,6 +265,119 @@ def test_first_replicas_exchange_across_hosts():
             found, [total, total, total, both, MATRICES[0]], strict=True
         ):
             np.testing.assert_array_equal(result, wanted)
+
+
+# By the devices of a host: groups that cross hosts, alike on each.
+CROSSING = {
+    2: [[(0, 2), (1, 3)], [(1, 3), (2, 0)]],
+    4: [
+        [(0, 4), (1, 5), (2, 6), (3, 7)],
+        [(0, 2, 4, 6), (1, 3, 5, 7)],
+        [(5, 4, 1, 0), (2, 3, 6, 7)],
+        [(0, 1, 3, 4, 5, 7), (2, 6)],
+    ],
+}
+
+
+@pytest.mark.parametrize("over", [True, False, "ring", "nccl"])
+@pytest.mark.parametrize(
+    "devices, groups", [(n, each) for n in CROSSING for each in CROSSING[n]]
+)
+def test_sums_over_groups_that_cross_hosts(devices, groups, over):
+    groups = Groups(groups)
+
+    def make(host, link):
+        if isinstance(over, str):
+            engine = functools.partial(LevelsOverCollectives, hint=over)
+            return levels_of(host, link, devices, engine)
+        return levels_of(host, link, devices, shards_over_hosts=over)
+
+    def work(levels, host):
+        sent = levels.bytes_between_hosts
+
+        def replica(levels, rank):
+            number, part = host * devices + rank, levels.among(groups)
+            assert part.part_of(rank) == groups.place_of(number)
+            own = tf.fill([30, 5], float(number)) + tf.range(5.0)
+            sums = part.all_reduce([own, own[0] * 2], rank, "parts")
+            # Others may come before and after it.
+            [total] = levels.all_reduce([own[0]], rank, "all")
+            return [*sums, total, *part.all_reduce([own[1]], rank, "more")]
+
+        found = step_of(levels, replica)()
+        if sent is not None:
+            found = [[*one, levels.bytes_between_hosts - sent] for one in found]
+        return found
+
+    for rank, found in enumerate(on_hosts(work, make)):
+        group = groups.of(rank)
+        row = sum(group) + len(group) * np.arange(5.0)
+        everyone = sum(range(2 * devices)) + 2 * devices * np.arange(5.0)
+        wanted = [np.tile(row, [30, 1]), 2 * row, everyone, row]
+        for result, want in zip(found, wanted, strict=False):
+            np.testing.assert_array_equal(result, want)
+        # With two hosts each sends its sums once.
+        if len(found) > len(wanted):
+            numbers = len(groups) * (30 * 5 + 5 + 5) + 5
+            assert 4 * numbers <= found[-1] < 4 * numbers + 1000
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1)])
+@pytest.mark.parametrize("over_hosts", [True, False])
+def test_parts_of_a_mesh_over_hosts(shape, over_hosts):
+    """The sum of each part over its copies, and with a wire type in half the bytes."""
+    mesh = Mesh(shape, ("data", "model"), "data")
+    layout = mesh.layout((40, 6), (None, "model"))
+    whole = np.tile(MATRICES.reshape(RANKS, 15)[:, :6], [1, 40]).reshape(RANKS, 40, 6)
+
+    def work_in(wire_dtype, levels, host):
+        def replica(levels, rank):
+            reducer, own = ShardReducer(Reducer(levels)), whole[2 * host + rank]
+            if layout is None:  # no axis cuts it
+                return levels.all_reduce([tf.constant(own)], rank, "sum", wire_dtype)
+            parts = reducer.of(layout)
+            assert parts.part_of(rank) == rank
+            shards = parts.reduce_scatter([tf.constant(own)], [layout], rank)
+            return [*parts.all_gather(shards, [layout], rank), *shards]
+
+        sent = levels.bytes_between_hosts
+        found = step_of(levels, replica)()
+        return [[*one, levels.bytes_between_hosts - sent] for one in found]
+
+    sent = []
+    for wire_dtype in (None, "bfloat16"):
+        make = functools.partial(
+            levels_of, shards_over_hosts=over_hosts, wire_dtype=wire_dtype
+        )
+        for rank, found in enumerate(
+            on_hosts(functools.partial(work_in, wire_dtype), make)
+        ):
+            total = whole.sum(axis=0)  # small whole numbers, in any type
+            np.testing.assert_array_equal(found[0], total)
+            if layout is not None:
+                begin = 3 * (rank % 2)
+                np.testing.assert_array_equal(found[1], total[:, begin : begin + 3])
+        sent.append(found[-1])
+    assert 900 < sent[0] < 2000 and sent[1] < sent[0] - 400, sent
+
+
+def test_what_groups_that_cross_hosts_cannot_is_refused():
+    def work(levels, host):
+        part = levels.among(levels.topology.across_hosts)
+        own = tf.zeros([4])
+        for call in (
+            lambda: part.gather(own, 0),
+            lambda: part.broadcast([own], 0),
+            lambda: part.reduce_scatter([own], [ShardLayout((4,), 2)], 0, ""),
+            lambda: part.all_gather([own], [ShardLayout((8,), 2)], 0, ""),
+            lambda: part.all_to_all(own, 0, ""),
+            lambda: levels.among(Groups([(0, 3), (1, 2)])),
+        ):
+            with pytest.raises(CollectiveError, match="no exchanges|no all-to-all"):
+                call()
+        return []
+
+    on_hosts(work)
 
 
 def test_what_a_transport_cannot_is_refused():

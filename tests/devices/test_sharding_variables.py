@@ -322,6 +322,6 @@ def test_xla_cannot_gather_parameters_and_says_what_to_do():
         model = dense_model()
         model.compile("sgd", "mse", jit_compile=True)
     with pytest.raises(
-        CollectiveError, match="(?s)shard='parameters'.*jit_compile=False"
+        CollectiveError, match='(?s)shard="parameters".*jit_compile=False'
     ):
         model.fit(x, np.zeros((96, 5)), batch_size=24, verbose=0)

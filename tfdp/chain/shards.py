@@ -15,8 +15,8 @@ from tfdp.tracing.step import Step
 from tfdp.variables.in_shards import is_in_shards, is_shard_of_sum
 
 WHAT_IT_IS = (
-    'With shard="parameters" the gradient of a weight that is stored in shards is, in '
-    "each replica, that replica's part of the sum over all replicas"
+    'With shard="parameters" or layout= the gradient of a weight that is stored in '
+    "shards is, in each replica, that replica's part of the sum over all replicas"
 )
 WHAT_TO_DO = (
     "For a norm over all weights take the all_reduce of the sum of the parts' squares; "

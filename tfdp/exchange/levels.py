@@ -55,15 +55,22 @@ class Levels(Transport):
         self._first_part = first if shards_over_hosts else 0
 
     def among(self, groups: Groups) -> Transport:
-        """See `Transport`; only the first replica of a host may exchange across hosts.
-
-        Other groups must each be within a host.
-        """
-        if groups == self.topology.across_hosts:
-            return self.outer
+        """See `Transport`; groups that cross hosts, alike on each, have sums only."""
         here = self.topology.within_hosts[self.outer.part_of(FIRST)]
         inside = groups.inside(here)
-        return super().among(groups) if inside is None else self.inner.among(inside)
+        if inside is not None:
+            return self.inner.among(inside)
+        places = self.topology.places_on_each_host(groups)
+        if places is None or groups == self.groups:
+            return super().among(groups)
+        from tfdp.exchange.sums_over_hosts import SumsOverHosts
+
+        levels = self.inner, self.outer, self.sum_of_hosts
+        return SumsOverHosts(*levels, groups, places)
+
+    @property
+    def between_hosts(self) -> OverLink:
+        return self.outer
 
     @property
     def parts(self) -> int:

@@ -84,10 +84,11 @@ class ReplicaOrder:
         if names.is_in_vectorized_loop():
             raise CollectiveError(
                 "An exchange between replicas was built inside tf.vectorized_map, or "
-                'for GradientTape.jacobian of weights in shards (shard="parameters"), '
-                "which TensorFlow repeats for each iteration in an order of its own. "
-                "Exchange before or after it (tfdp.losses.all_rows, all_sum); take a "
-                'jacobian with shard="gradients", where weights are whole.'
+                "for GradientTape.jacobian of weights in shards "
+                '(shard="parameters", layout=), which TensorFlow repeats for each '
+                "iteration in an order of its own. Exchange before or after it "
+                "(tfdp.losses.all_rows, all_sum); take a jacobian with "
+                'shard="gradients", where weights are whole.'
             )
         self.note_branches(rank)
         return self._numbers[group].next(rank, what, tensors)

@@ -199,9 +199,9 @@ class Reducer:
         is_one_process = transport.replicas == len(transport.devices)
         if across == "replicas" and is_one_process:
             return CompressedSums(method, transport, None, self.communication)
-        among = transport.among(topology.across_hosts)
         within = transport.among(topology.within_hosts)
-        return CompressedSums(method, among, within, self.communication)
+        between = transport.between_hosts
+        return CompressedSums(method, between, within, self.communication)
 
 
 def reducer_of(strategy: Any) -> Reducer | None:

@@ -83,7 +83,8 @@ class ShardReducer:
         """The sums of parts over the replicas that hold the same ones."""
         if self._copies is None:
             return list(parts)
-        return self._copies.all_reduce(parts, rank, label)
+        wire_dtype = self._copies.wire_dtype
+        return self._copies.all_reduce(parts, rank, label, wire_dtype)
 
     def all_gather(
         self, shards: Tensors, layouts: Layouts, rank: Any

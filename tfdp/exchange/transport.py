@@ -88,6 +88,11 @@ class Transport(abc.ABC):
         return part
 
     @property
+    def between_hosts(self) -> Transport:
+        """The same methods for the first replicas of the hosts, which alone call it."""
+        return self.among(self.topology.across_hosts)
+
+    @property
     def parts(self) -> int:
         """The number of parts of a tensor."""
         return self.replicas

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,12 +28,21 @@ from tfdp.tracing.keras_steps import is_stock_step, name_of_step
 from tfdp.tracing.step import current_step
 from tfdp.variables.in_shards import InShards
 
+#: The whole of a weight is in the memory of the host, and only its blocks on devices.
+HOST = "CPU:0"
+
 
 class MeshVariable(ShardedVariable):
     """A weight of which the replicas of a group store a block each."""
 
-    # The whole of a weight is in the memory of the host, and its blocks on the devices.
-    cutting_device = "CPU:0"
+    stored_by = "layout="
+    cutting_device = HOST
+
+
+class BlockSums(LocalShardVariable):
+    """An accumulator of gradients of a `MeshVariable`: sums already."""
+
+    cutting_device = HOST
 
 
 @dataclasses.dataclass
@@ -69,7 +79,7 @@ class GridUpdates(ShardUpdates):
             if not isinstance(reference.layout, MeshLayout):
                 return found
             if ACCUMULATOR_NAME in (kwargs.get("name") or ""):
-                return LocalShardVariable  # its gradients are sums already
+                return BlockSums
             return MeshVariable if found is ShardedVariable else found
         if self.layouts.layout_of_new(kwargs) is not None:
             makers = makers_of_variable()
@@ -80,6 +90,13 @@ class GridUpdates(ShardUpdates):
     def layout_of_new(self, kwargs: dict[str, Any], value: Any) -> ShardLayout:
         layout = self.layouts.layout_of_new(kwargs)
         return super().layout_of_new(kwargs, value) if layout is None else layout
+
+    def whole(
+        self, shards: Sequence[tf.Tensor], layout: ShardLayout, name: str
+    ) -> tf.Tensor:
+        is_of_mesh = isinstance(layout, MeshLayout)
+        with tf.device(HOST) if is_of_mesh else contextlib.nullcontext():
+            return super().whole(shards, layout, name)
 
     def begin(self, call: Any) -> None:
         if self.transport.among(self.transport.topology.within_hosts).swap is None:

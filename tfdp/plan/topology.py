@@ -106,6 +106,21 @@ class Topology:
         size = self.devices_per_host
         return Groups(range(device, self.num_replicas, size) for device in range(size))
 
+    def places_on_each_host(self, groups: Groups) -> Groups | None:
+        """The devices on a host of each of `groups`; None: hosts have different ones.
+
+        >>> Topology(2, 4).places_on_each_host(Groups([(0, 1, 4, 5), (2, 3, 6, 7)]))
+        ((0, 1), (2, 3))
+        """
+        size = self.devices_per_host
+        places = [
+            [sorted(rank % size for rank in group if rank in here) for group in groups]
+            for here in self.within_hosts
+        ]
+        has_all = sum(map(len, groups)) == self.num_replicas
+        is_alike = has_all and all(of_host == places[0] for of_host in places)
+        return Groups(places[0]) if is_alike else None
+
     def __str__(self) -> str:
         hosts = "1 host" if self.hosts == 1 else f"{self.hosts} hosts"
         devices = "device" if self.devices_per_host == 1 else "devices"

@@ -89,7 +89,7 @@ def check_whole_gradient(
         f"{gradient.shape}. The variable is stored in shards, and tf.recompute_grad or "
         "a tf.custom_gradient with `variables` confuses the gradient of the replica's "
         "shard with that of the whole. Use tfdp.remat(layer), which gathers the "
-        'weights again, or leave out shard="parameters" (shard="gradients" works).'
+        f'weights again, or leave out {variable.stored_by} (shard="gradients" works).'
     )
 
 
@@ -97,6 +97,8 @@ class ShardedVariable(InShards, DistributedVariable):
     """A variable of which each replica stores one shard."""
 
     is_stored_in_shards = True
+    #: The option of a strategy that asks for it.
+    stored_by = 'shard="parameters"'
     #: The device that cuts whole tensors; None: the device of each shard.
     cutting_device: str | None = None
     #: Whether layers read it in their compute type.
@@ -129,7 +131,7 @@ class ShardedVariable(InShards, DistributedVariable):
                 f"Variable {self.name!r} is stored in shards: each replica has a part "
                 "of it. A gradient with respect to it can only be taken in a graph of "
                 "all replicas (a function that strategy.run runs, and "
-                'run_eagerly=False), or without shard="parameters".'
+                f"run_eagerly=False), or without {self.stored_by}."
             )
         return super().handle
 
@@ -171,7 +173,10 @@ class ShardedVariable(InShards, DistributedVariable):
         rank = updating_rank()
         if rank is not None:
             return update_fn(self._values[rank], value, **kwargs)
-        whole = _checked(value, self.dtype, self.layout)
+        # A replica's value is on its device already.
+        cuts_on = None if self._is_in_replica() else self.cutting_device
+        with tf.device(cuts_on) if cuts_on else contextlib.nullcontext():
+            whole = _checked(value, self.dtype, self.layout)
         assigned = getattr(_local, "assigned", None)
         if assigned is not None:
             assigned[id(self)] = whole.numpy()
@@ -179,7 +184,7 @@ class ShardedVariable(InShards, DistributedVariable):
             before_storing(self, self._values[current_rank()])
         for rank in self._ranks_here():
             device = self._values[rank].device
-            with tf.device(self.cutting_device or device):
+            with tf.device(cuts_on or device):
                 part = self._shards.part_of(rank, self.layout)
                 own = copied_shard(whole, self.layout, part)
             with tf.device(device):

@@ -286,7 +286,7 @@ def _check_finite(facts: Overridden, gradients: Sequence[Any]) -> tf.Tensor:
         raise ConfigurationError(
             f"The optimizer {type(optimizer).__name__} has check_finite of its own, "
             "which would look at each replica's part of the gradients, or its shards: "
-            "leave out shard= and gradient_accumulation_steps, or the method."
+            "leave out shard=, layout= and gradient_accumulation_steps, or the method."
         )
     return agree_finite(optimizer, gradients, facts.step, current_rank())
 
@@ -441,7 +441,7 @@ def sums_without_overrides() -> bool:
 def _why_not_exact(optimizer: Optimizer) -> str | None:
     """Why summing the gradients of an optimizer without overrides is not enough."""
     if not updates_of(optimizer).has_whole_sums:
-        return "with shard=... each replica would add another shard of its gradients"
+        return "with shard= or layout= each replica would add other parts of gradients"
     set_options = [name for name in CLIPPING if getattr(optimizer, name, None)]
     if set_options:
         return (

@@ -40,8 +40,8 @@ class DataParallelExtended(ReplicaExtended, names.MirroredExtended):
         cross_device_ops: tf.distribute.CrossDeviceOps,
     ):
         self.reducer = reducer
-        self.take_options(strategy, devices)
         self.start_device = devices[0]
+        self.take_options(strategy, devices)
         self.current_step = Step(len(devices))
         self.remember_made()
         super().__init__(strategy, list(devices), cross_device_ops)

@@ -120,7 +120,8 @@ class MultiHostExtended(DataParallelExtended):
         if not tf.executing_eagerly():
             return value  # common already, by `_start_in_a_trace`
         label = f"variable {kwargs.get('name')}"
-        return tf.constant(self._first_host_value(value.numpy(), label))
+        with tf.device(self.start_device):
+            return tf.constant(self._first_host_value(value.numpy(), label))
 
     def _create_variable(self, next_creator: Callable, **kwargs: Any) -> Any:
         if not tf.executing_eagerly() and callable(kwargs.get("initial_value")):

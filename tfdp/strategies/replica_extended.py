@@ -71,7 +71,10 @@ class ReplicaExtended(LastingInput):
 
         shards_class = self.shards_class or ShardUpdates
         if strategy.given.has("layout"):
+            from tfdp.grid.updates import HOST
             from tfdp.grid.updates import GridUpdates as shards_class
+
+            self.start_device = HOST
         self.shards = shards_class(strategy, devices, self.reducer, sharding)
         self.updates = ShardedUpdates(self.shards)
 
@@ -110,8 +113,9 @@ class ReplicaExtended(LastingInput):
         if in_compiled_function() and not strategy.compiles_steps:
             raise CollectiveError(
                 f"The variable {variable.name!r} is stored in shards "
-                f"(shard={strategy.shard!r}), which functions that XLA compiles cannot "
-                'gather. Use jit_compile=False, or shard="gradients" for whole weights.'
+                f"({variable.stored_by}), which functions that XLA compiles cannot "
+                "gather. Use jit_compile=False, or have whole weights: leave out "
+                f'{variable.stored_by} (shard="gradients" works).'
             )
         return self.shards_in_use().read(variable, rank)
 

@@ -14,7 +14,6 @@ import tensorflow as tf
 
 from tfdp._private.optimizer_hooks import CLIP, by_keras, strategy_of
 from tfdp.errors import ConfigurationError
-from tfdp.plan.mesh import MeshLayout
 from tfdp.plan.shards import OwnedLayout, ShardLayout
 
 
@@ -85,6 +84,8 @@ def parts_on_each_host(variable: Any) -> tuple[int, ...] | None:
     hosts have different ones; None: the copies are whole."""
     if not is_stored_in_shards(variable):
         return None
+    from tfdp.plan.mesh import MeshLayout
+
     strategy = variable.distribute_strategy
     layout, shards = variable.layout, strategy.extended.shards
     is_on_each = strategy.shard_group == "host" or isinstance(layout, MeshLayout)
