@@ -58,7 +58,7 @@ def test_a_script_as_it_is_has_the_losses_of_one_device(
 
 
 @pytest.mark.worth_seconds(30)
-@pytest.mark.parametrize("more", [(), ("words",)])
+@pytest.mark.parametrize("more", [(), ("words",)], ids=["dense", "words"])
 @pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="needs JAX")
 def test_the_losses_are_those_of_keras_on_jax(more, tmp_path):
     """Also those of words that repeat: Adam squares the sum of their rows."""

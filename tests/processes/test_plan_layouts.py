@@ -76,6 +76,44 @@ def test_a_script_of_keras_distribution_is_planned_as_it_is(tmp_path):
     assert kernel["rests_as"] == [12, 8]
 
 
+WITH_FUNCTIONS = """
+import keras, numpy as np
+
+
+class Net(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = keras.layers.Dense(64, name="up"), keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.down(self.up(x))
+
+
+def build_model():
+    mesh = keras.distribution.DeviceMesh((2, 4), ["data", "model"])
+    layout = keras.distribution.LayoutMap(mesh)
+    layout[".*up/kernel"] = (None, "model")
+    distribution = keras.distribution.ModelParallel(layout_map=layout)
+    keras.distribution.set_distribution(distribution)
+    model = Net()
+    model.compile("adam", "mse")
+    return model
+
+
+def make_data():
+    return np.zeros((16, 8), "f"), np.zeros((16, 1), "f")
+"""
+
+
+@pytest.mark.worth_seconds(8)
+def test_a_model_without_declared_inputs_gets_its_weights_from_a_batch(tmp_path):
+    script = tmp_path / "functions.py"
+    script.write_text(WITH_FUNCTIONS, "utf-8")
+    done = run_python("-m", "tfdp", "plan", script, "--layout", "--batch", 8)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "net/up/kernel" in done.stdout and "8 x 16" in done.stdout
+
+
 @pytest.mark.worth_seconds(8)
 @pytest.mark.parametrize(
     "options,words",

@@ -97,6 +97,23 @@ def files_and_none():
     read.fit(x, x[:, :1], batch_size=8, verbose=0)
 
 
+def batches():
+    """16 rows in batches of 4 on 2 x 2 devices: 4 steps, which count each row once."""
+    set_distribution(parallel())
+    model, steps = build(), []
+    seen = keras.metrics.MeanMetricWrapper(lambda target, output: target, name="seen")
+    model.compile(keras.optimizers.SGD(0.0), "mse", metrics=[seen])
+    noted = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: steps.append(batch)
+    )
+    # The sum of 16 powers of 2 has another value if one counts twice, or not.
+    targets = 2.0 ** np.arange(16)
+    fitted = model.fit(x[:16], targets, batch_size=4, verbose=0, callbacks=[noted])
+    assert steps == [0, 1, 2, 3]
+    assert fitted.history["seen"] == [(2.0**16 - 1) / 16]
+    set_distribution(None)
+
+
 def some_devices():
     set_distribution(DataParallel(devices=["cpu:1", "cpu:2"]))
     assert strategy().num_replicas_in_sync == 2
@@ -116,6 +133,6 @@ def refusals():
         keras.distribution.initialize()
 
 
-for check in (refusals, scopes, files_and_none, some_devices):
+for check in (refusals, scopes, files_and_none, batches, some_devices):
     check()
 print("all done")

@@ -74,7 +74,7 @@ def auto_strategy(
         CPU updates it; see docs/sharding.md#offload. "none": on the devices.
       layout: a `LayoutMap` or `ModelParallel` of `keras.distribution`: its mesh has one
         device per replica, and its rules say which axes cut which weights; see
-        docs/layouts.md. None takes the `ModelParallel` that
+        docs/axes.md. None takes the `ModelParallel` that
         `keras.distribution.set_distribution` was given, if any: else weights are whole.
       draws_per_replica: True: dropout, noise and augmentation layers draw differently
         on every replica, reproducibly from their seed. False: identical draws.
