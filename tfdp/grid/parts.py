@@ -15,33 +15,46 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp._private.keras_layers import INPUT_SPEC, projections_of
+from tfdp._private.keras_layers import INPUT_SPEC, projections_of, stored_value
 from tfdp._private.keras_models import mask_of, put_mask, take_mask
+from tfdp.errors import SeamError
 from tfdp.grid.kinds import InParts
 from tfdp.grid.moved_rows import RowMover, RowsOfGroup
 from tfdp.seams.replace import Override, around, instead
+from tfdp.seams.table import checked_versions
 
 ops = keras.ops
 
 
 @dataclasses.dataclass
 class PartsInUse:
-    """The weights of which a replica reads its part now, by id: along which axis."""
+    """The weights of which a replica reads its part now.
+
+    Args:
+      along: by the ids of variables: the axis of the mesh.
+      read: the ids of those that were read.
+    """
 
     along: dict[int, str] = dataclasses.field(default_factory=dict)
+    read: set[int] = dataclasses.field(default_factory=set)
 
 
 @contextlib.contextmanager
 def reading_parts(made: InParts, mover: RowMover) -> Iterator[None]:
     """Makes the calling replica read its parts of a layer's weights."""
     in_use = mover.trace.of(PartsInUse)
-    before = in_use.along
-    ids = (id(weight.value) for weight in made.weights)
+    before, in_use.read = in_use.along, set()
+    ids = {id(stored_value(weight)) for weight in made.weights}
     in_use.along = before | dict.fromkeys(ids, made.along)
     try:
         yield
     finally:
         in_use.along = before
+    if in_use.read != ids:  # else it would compute with the whole
+        raise SeamError(
+            f"{made.layer.name!r} computes with parts of its weights (layout=), and "
+            f"Keras read others. {checked_versions()}"
+        )
 
 
 @dataclasses.dataclass
@@ -228,7 +241,7 @@ def _lookup(
         return _logits(made, mover, inputs)
     rows = mover.gather(_whole_numbers(inputs))
     with reading_parts(made, mover):
-        part = ops.convert_to_tensor(layer.embeddings)
+        part = tf.convert_to_tensor(layer.embeddings.value)  # reads it here
     own, vocabulary = part.shape[0], layer.embeddings.shape[0]
     # As Keras' take counts negative ones.
     ids = tf.where(rows.tensor < 0, rows.tensor + vocabulary, rows.tensor)

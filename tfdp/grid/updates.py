@@ -122,10 +122,13 @@ class GridUpdates(ShardUpdates):
         of_model = self._behind.setdefault(call.model, {})
         name = name_of_step(call.fn)
         if name not in of_model:
-            inputs = call.model_inputs()
-            of_model[name] = rows_behind(
-                call.model, found, inputs, training=name == "train_step"
-            )
+            inputs, training = call.model_inputs(), name == "train_step"
+            # A model that runs in replicas only (tfdp.remat, exchanges of its own)
+            # cannot be traced outside of them: nothing is proved, nothing cancels.
+            with contextlib.suppress(Exception):
+                behind = rows_behind(call.model, found, inputs, training=training)
+                of_model[name] = behind
+            of_model.setdefault(name, {})
         return of_model[name]
 
     def mover_of(self, along: str) -> RowMover | None:
@@ -143,9 +146,11 @@ class GridUpdates(ShardUpdates):
     def read(self, variable: ShardedVariable, rank: Any) -> tf.Tensor:
         """The whole variable, or its part along an axis while a layer computes so."""
         step = self._strategy.extended.current_step
-        along = step.trace(rank).of(PartsInUse).along.get(id(variable))
+        in_use = step.trace(rank).of(PartsInUse)
+        along = in_use.along.get(id(variable))
         if along is None:
             return super().read(variable, rank)
+        in_use.read.add(id(variable))
         block = variable.layout.block_along(along)
         # No dummy row is among the rows of the group.
         return self.read_from(variable, block, rank, lambda gradient: gradient)
