@@ -46,7 +46,7 @@ QUESTIONS = {
         (
             *("cluster/tpu", "exchange/tpu", "sharding/tpu", "strategies/tpu"),
             *("variables/tpu", "_private/tpu", "_private/names", "plan/options"),
-            *("strategies/auto", "step/jit"),
+            *("strategies/auto", "strategies/keras_distribution", "step/jit"),
             # Functions of their own are compiled, and the name of an error.
             *("compression/blocks", "variables/bit_hash", "errors"),
         ),
@@ -58,8 +58,8 @@ QUESTIONS = {
             *("chain/shards", "cluster/", "data/", "exchange/shards", "launch/"),
             *("plan/shards", "strategies/absent_hosts", "variables/in_shards"),
             *("sharding/", "_private/grain", "plan/options", "step/features"),
-            # Blocks of a mesh are shards.
-            *("grid/", "plan/mesh"),
+            # Blocks of a mesh are shards; an argument of Keras is named so.
+            *("grid/", "plan/mesh", "strategies/keras_distribution"),
         ),
         12,
     ),

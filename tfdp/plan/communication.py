@@ -155,6 +155,9 @@ def checked_communication(
         raise ConfigurationError(
             f"communication must be None or a tfdp.Communication. Received: {given!r}."
         )
-    if layout is None:
-        return given
+    return given if layout is None else as_on_jax(given)
+
+
+def as_on_jax(given: Communication) -> Communication:
+    """The same, with the rows of a word that repeats added up before the update."""
     return dataclasses.replace(given, repeated_rows="sum")

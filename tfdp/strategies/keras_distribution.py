@@ -13,7 +13,7 @@ from tfdp._private.first_fit import note_layout, running_stand_in
 from tfdp.cluster import find_cluster, find_tpu
 from tfdp.errors import ConfigurationError, ScopeError
 from tfdp.grid.layouts import devices_of_mesh
-from tfdp.plan.communication import Communication
+from tfdp.plan.communication import Communication, as_on_jax
 from tfdp.seams.replace import around, instead, note_on, replace_function
 from tfdp.seams.table import DISTRIBUTION
 from tfdp.strategies.auto import auto_strategy
@@ -108,7 +108,7 @@ def _strategy_of(value: Any) -> Any:
         )
     if not hasattr(value, STRATEGY_NOTE):
         # As on JAX, which has no lists of rows; nor has a TPU.
-        sums = None if find_tpu() else Communication(repeated_rows="sum")
+        sums = None if find_tpu() else as_on_jax(Communication())
         if isinstance(value, keras.distribution.ModelParallel):
             strategy = auto_strategy(layout=value, communication=sums)
         elif (names := devices_of_mesh(value)) in (None, devices_of_job(None)):
