@@ -16,6 +16,7 @@ __all__ = [
     "DeviceError",
     "DeviceWarning",
     "JobKeyWarning",
+    "LayoutWarning",
     "LocalMeanWarning",
     "LocalStateWarning",
     "MissingDependencyError",
@@ -122,6 +123,10 @@ class DeviceWarning(UserWarning):
 
 class JobKeyWarning(UserWarning):
     """Workers on several machines have no key: any machine can join them."""
+
+
+class LayoutWarning(UserWarning):
+    """A rule of `layout=` meets no weight."""
 
 
 class LocalMeanWarning(UserWarning):

@@ -15,7 +15,7 @@ from tests.support.grids import (
     trained,
 )
 from tests.support.parity import largest_distance, rounding_bound
-from tfdp.errors import ConfigurationError
+from tfdp.errors import ConfigurationError, LayoutWarning
 
 MESHES = [(2, 2), (1, 4), (4, 1)]
 OPTIMIZERS = {
@@ -144,6 +144,15 @@ def test_a_rule_that_cannot_be_is_refused_with_the_weight(rules, words):
         with pytest.raises(ConfigurationError, match=words) as refusal:
             keras.layers.Dense(6, name="dense").build((None, 4))
     assert "'dense/kernel'" in str(refusal.value)
+
+
+def test_rules_that_meet_no_weight_are_named():
+    with grid((2, 2), {**MLP_RULES, "no/kernel": ("model", None)}).scope():
+        model = mlp()
+        model.compile("sgd", "mse", jit_compile=False)
+    x = np.ones((4, 12), "float32")
+    with pytest.warns(LayoutWarning, match=r"no weight: 'no/kernel'\..*'up/kernel'"):
+        model.train_on_batch(x, np.ones((4, 5), "float32"))
 
 
 def test_a_mesh_of_other_devices_is_refused():

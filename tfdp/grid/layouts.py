@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ import keras
 
 from tfdp._private.keras_calls import variable_of_caller
 from tfdp._private.keras_layers import layout_map_of
-from tfdp.errors import ConfigurationError
+from tfdp.errors import ConfigurationError, LayoutWarning
 from tfdp.plan.mesh import Axes, Mesh, MeshLayout
 from tfdp.plan.topology import Topology
 
@@ -32,6 +33,8 @@ class WeightLayouts:
     mesh: Mesh
     distribution: keras.distribution.ModelParallel
     is_on_hosts: bool = False
+    #: The rules that have met a weight.
+    met: set[str] = dataclasses.field(default_factory=set, compare=False)
 
     def axes_of(self, variable: keras.Variable) -> Axes:
         """The axes that a rule gives each dimension of `variable`; () without a rule.
@@ -46,6 +49,8 @@ class WeightLayouts:
                 f"Two rules of layout= meet the weight {path!r}: {error} Change one."
             ) from error
         axes: Axes = tuple(getattr(found, "axes", found))
+        rules = layout_map_of(self.distribution)
+        self.met.update(rule for rule in rules if rules[rule] is found)
         cutting = [axis for axis in axes if axis is not None]
         if len(axes) > rank:
             raise ConfigurationError(
@@ -61,6 +66,22 @@ class WeightLayouts:
                 f"mesh has {what}. Its axes: {', '.join(self.mesh.names)}."
             )
         return axes
+
+    def warn_of_idle_rules(self, path: str) -> None:
+        """Warns of rules that have met no weight; `path`: that of one."""
+        idle = [
+            repr(rule)
+            for rule in layout_map_of(self.distribution)
+            if rule not in self.met and not rule.endswith("output")  # of no weight
+        ]
+        if idle:
+            warnings.warn(
+                f"These rules of layout= meet no weight: {', '.join(idle)}. A rule is "
+                f"a pattern of the whole path, such as {path!r}: begin it with '.*'. "
+                "tfdp plan SCRIPT --layout shows what each rule meets.",
+                LayoutWarning,
+                stacklevel=2,
+            )
 
     def layout_of(self, variable: keras.Variable) -> MeshLayout | None:
         """How `variable` rests in parts; None: it stays whole."""

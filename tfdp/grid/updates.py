@@ -66,6 +66,7 @@ class GridUpdates(ShardUpdates):
         super().__init__(strategy, devices, reducer, sharding)
         layout = strategy.given["layout"]
         self.layouts = layouts_of(layout, reducer.transport.topology)
+        self._has_warned = False
         #: Layers with weights that a mesh cuts.
         self._layers: weakref.WeakSet[keras.Layer] = weakref.WeakSet()
         # By model, and by the step's name.
@@ -99,6 +100,10 @@ class GridUpdates(ShardUpdates):
             return super().whole(shards, layout, name)
 
     def begin(self, call: Any) -> None:
+        weights = call.model.weights if isinstance(call.model, keras.Model) else ()
+        if weights and not self._has_warned:
+            self._has_warned = True
+            self.layouts.warn_of_idle_rules(weights[0].path)
         if self.transport.among(self.transport.topology.within_hosts).swap is None:
             return  # it cannot send rows to chosen replicas: layers gather weights
         found = layers_in_parts(self._layers, layout_of)
