@@ -1,8 +1,9 @@
 """Measures training on a mesh of 1 x 2 and of 2 x 1 logical CPUs, beside Keras on JAX.
 
 One script trains a transformer by the same layouts in both: on JAX under Keras'
-`ModelParallel` (1 x 2) and `DataParallel` (2 x 1) with as many host devices. Each
-figure comes from a process of its own; the four take turns.
+`ModelParallel` (1 x 2) and `DataParallel` (2 x 1) with as many host devices, compiled
+by XLA. One device (1 x 1), plain Keras in both, shows what the backends themselves
+differ by. Each figure comes from a process of its own; they take turns.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from benchmarks.shared import (
 from tfdp.errors import DeviceError
 from tfdp.tools.processes.children import ProcessFailed, ask_child
 
-MESHES = ((1, 2), (2, 1))
+MESHES = ((1, 1), (1, 2), (2, 1))
+# The first steps of an epoch, which also wait for its input.
+FIRST = 2
 RULES: dict[str, tuple[str | None, ...]] = {
     "words/embeddings": ("model", None),
     "attention_./(query|key|value)/kernel": (None, "model", None),
@@ -81,7 +84,7 @@ def transformer(request: AxisRequest) -> Any:
 
 
 def measure(request: AxisRequest) -> float:
-    """Seconds of a step: of the second epoch, by its number of steps."""
+    """Seconds of a step: the mean over the second epoch, without its first ones."""
     import keras
     import numpy as np
 
@@ -96,7 +99,9 @@ def measure(request: AxisRequest) -> float:
     layout = keras.distribution.LayoutMap(mesh)
     for rule, axes in RULES.items():
         layout[rule] = axes
-    if request.backend == "tensorflow":
+    if request.mesh == (1, 1):
+        pass  # plain Keras
+    elif request.backend == "tensorflow":
         scope = tfdp.DataParallelStrategy(layout=layout, alone=True).scope()
     elif request.mesh[1] > 1:
         model_parallel = keras.distribution.ModelParallel(layout_map=layout)
@@ -114,15 +119,16 @@ def measure(request: AxisRequest) -> float:
     marks: list[float] = []
 
     class Marks(keras.callbacks.Callback):
-        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-            marks.append(time.perf_counter())
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == FIRST - 1:
+                marks.append(time.perf_counter())
 
     options = {"batch_size": request.rows, "shuffle": False, "verbose": 0}
     fitted = model.fit(x, x, epochs=2, callbacks=[Marks()], **options)
     end = time.perf_counter()
     if not np.isfinite(fitted.history["loss"][-1]):
         raise ValueError("The loss is not finite: the figures would mean nothing.")
-    return (end - marks[-1]) / request.steps
+    return (end - marks[-1]) / (request.steps - FIRST)
 
 
 def run(options: argparse.Namespace) -> int:
