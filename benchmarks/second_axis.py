@@ -85,6 +85,8 @@ def transformer(request: AxisRequest) -> Any:
 
 def measure(request: AxisRequest) -> float:
     """Seconds of a step: the mean over the second epoch, without its first ones."""
+    if request.backend == "jax":
+        import jax  # noqa: F401 (before Keras, as a script of JAX does)
     import keras
     import numpy as np
 

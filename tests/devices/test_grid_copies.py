@@ -11,6 +11,9 @@ from tfdp.callbacks import ReplicaCheck
 from tfdp.errors import ReplicaDriftError
 from tfdp.step.replicated_state import replicated_state_of
 
+# Models without some of the layers that the rules are for.
+pytestmark = pytest.mark.filterwarnings("ignore::tfdp.errors.LayoutWarning")
+
 RULES = {**MLP_RULES, "head/kernel": ("data",)}
 
 

@@ -13,6 +13,9 @@ from tests.support.grids import MLP_RULES, blocks_of, grid, rows_of
 from tests.support.parity import make_strategy, rounding_bound
 from tfdp.checkpoint import Checkpoint, merge_parts
 
+# Models without some of the layers that the rules are for.
+pytestmark = pytest.mark.filterwarnings("ignore::tfdp.errors.LayoutWarning")
+
 #: One after the other: each reads what the one before has written.
 WAYS = {
     "2x2": lambda: grid((2, 2), RULES),

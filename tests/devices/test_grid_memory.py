@@ -18,6 +18,9 @@ from tfdp.checkpoint import Checkpoint
 from tfdp.grid import updates
 from tfdp.grid.updates import BlockSums, MeshVariable
 
+# Models without some of the layers that the rules are for.
+pytestmark = pytest.mark.filterwarnings("ignore::tfdp.errors.LayoutWarning")
+
 DEVICES = ("CPU:2", "CPU:3")
 WHOLE = 12 * 16
 

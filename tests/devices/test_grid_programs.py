@@ -10,6 +10,9 @@ from tests.support.grids import MLP_RULES, blocks_of, grid, mlp, rows_of
 from tests.support.parity import largest_distance, rounding_bound
 from tfdp.errors import CollectiveError, ConfigurationError, NotFiniteError
 
+# Models without some of the layers that the rules are for.
+pytestmark = pytest.mark.filterwarnings("ignore::tfdp.errors.LayoutWarning")
+
 layers = keras.layers
 RULES = {**MLP_RULES, "head/kernel": ("data", "model")}
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)

@@ -25,6 +25,8 @@ from tfdp.strategies.data_parallel import DataParallelStrategy
 from tfdp.strategies.devices import find_devices, first_devices, use_virtual_devices
 
 if TYPE_CHECKING:
+    from keras.distribution import LayoutMap, ModelParallel
+
     from tfdp.strategies.tpu import TPUDataParallelStrategy
 
 
@@ -37,7 +39,7 @@ def auto_strategy(
     shard_group: str = "all",
     shard_min_bytes: int = 32 * 1024,
     offload: str = "none",
-    layout: Any = None,
+    layout: LayoutMap | ModelParallel | None = None,
     draws_per_replica: bool = True,
     pad_batches: bool | int | None = None,
     wire_dtype: str | None = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import tensorflow as tf
@@ -27,6 +27,9 @@ from tfdp.strategies.keras_backend import check_keras_backend
 from tfdp.strategies.replica_strategy import ReplicaContextStrategy
 from tfdp.strategies.startup_checks import check_versions
 from tfdp.strategies.unused import note_made
+
+if TYPE_CHECKING:
+    from keras.distribution import LayoutMap, ModelParallel
 
 
 class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrategy):
@@ -82,7 +85,7 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
         shard: str | int | Sharding = "none",
         shard_min_bytes: int = 32 * 1024,
         offload: str = "none",
-        layout: Any = None,
+        layout: LayoutMap | ModelParallel | None = None,
         draws_per_replica: bool = True,
         pad_batches: bool | int | None = None,
         alone: bool = False,

@@ -51,6 +51,8 @@ from tfdp.tracing.keras_steps import is_predict_step
 from tfdp.tracing.step import Step
 
 if TYPE_CHECKING:
+    from keras.distribution import LayoutMap, ModelParallel
+
     from tfdp.step.row_shares import RowShares
 
 
@@ -115,7 +117,7 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
         shard_group: str = "all",
         shard_min_bytes: int = 32 * 1024,
         offload: str = "none",
-        layout: Any = None,
+        layout: LayoutMap | ModelParallel | None = None,
         draws_per_replica: bool = True,
         balance: str | None = None,
     ):
