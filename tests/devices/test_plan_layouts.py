@@ -78,11 +78,16 @@ def test_the_table_says_what_a_strategy_stores(shape):
 
 
 def test_exchanges_are_those_of_the_parts():
-    rules = {"up/kernel": (None, "model"), "head/kernel": ("data", "model")}
+    rules = {
+        "up/kernel": (None, "model"),
+        "down/kernel": ("data", None),
+        "head/kernel": ("data", "model"),
+    }
     rows = {row.path: row for row in table_of(rules, (2, 2)).rows}
-    gathered = "1 all-gather, 1 reduce-scatter"
-    assert rows["up/kernel"].exchanges == f"{gathered}, 1 all-reduce"
-    assert rows["head/kernel"].exchanges == gathered
+    assert rows["up/kernel"].exchanges == "2 of rows each way, 1 all-reduce"
+    gathered = "1 all-gather, 1 reduce-scatter, 1 all-reduce"
+    assert rows["down/kernel"].exchanges == gathered
+    assert rows["head/kernel"].exchanges == "2 of rows each way"
     assert rows["up/bias"].exchanges == "1 all-reduce"
 
 
@@ -92,11 +97,11 @@ def test_weights_that_differ_in_their_paths_only_are_one_line(capsys):
     for number in range(3):
         x = layers.Dense(8, name=f"dense_{number}")(x)
     model = keras.Model(inputs, x)
-    layout = layout_of((2, 2), {"dense_./kernel": (None, "model")})
+    layout = layout_of((2, 2), {"dense_./kernel": ("data", None)})
     layout_table("train.py", model, layout, {}).print()
     said = capsys.readouterr().out
     assert "dense_0/kernel and 2 more" in said
     # Three kernels of 8 x 4, and three biases of 8, of 4 bytes.
     assert "weights: 480 B per device, 1.92 kB on all 4 (data=2 x model=2)" in said
     assert "the model has 864 B" in said
-    assert "not in parts: dense_0/kernel and 2 more." in said
+    assert "not in parts: dense_0/kernel and 2 more: only 'data'" in said
