@@ -127,7 +127,7 @@ def behind_in(build):
     found = layers_in_parts(model.layers, layout_of)
     assert {one.layer.name for one in found} >= {"up", "down"}
     spec = tf.TensorSpec((None, 12), tf.float32)
-    behind = rows_behind(model, found, spec, training=True)
+    behind = rows_behind(model, found, spec, True)
     names = {id(one.layer): one.layer.name for one in found}
     return {names[key]: [row.name for row in rows] for key, rows in behind.items()}
 
@@ -161,6 +161,48 @@ def test_one_of_two_rows_that_cannot_keeps_the_column_and_the_other():
         return keras.Model(inputs, [down, layers.Softmax()(gate)])
 
     assert behind_in(build) == {}
+
+
+def trained_apart(change=lambda model: None):
+    """The weights after steps on arrays of one size, with and without parts.
+
+    A number of a replica's own rows is not one device's: both have four replicas.
+    """
+    rules = {rule: axes for rule, axes in RULES.items() if "gate" not in rule}
+    rules["up/kernel"] = (None, "model")
+    x, y = rows_of(16)
+    found = []
+    for cut in ({}, rules):
+        with grid((2, 2), cut).scope():
+            model = KEEPS["number of rows"]() if change is None else CANCELS["gelu"]()
+            model.compile("sgd", LOSS, jit_compile=False)
+        model.train_on_batch(x, y)
+        if change is not None:
+            change(model)
+            model.compile("sgd", LOSS, jit_compile=False)
+        model.train_on_batch(x, y)
+        found.append(model)
+    return found
+
+
+LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def test_a_static_number_of_rows_is_no_constant():
+    """A group has more rows than a replica: a proof for 4 rows would be wrong."""
+    whole, cut = trained_apart(None)
+    # Two steps of 16 rows with gradients below 8, times 0.01.
+    bound = rounding_bound(whole, 2, 16, 8.0, 0.01)
+    assert largest_distance(whole.get_weights(), cut.get_weights()) < bound
+
+
+def test_a_model_is_proved_again_when_it_is_compiled_again():
+    def change(model):
+        model.get_layer("up").activation = keras.activations.softmax
+
+    whole, cut = trained_apart(change)
+    bound = rounding_bound(whole, 2, 16, 8.0, 0.01)
+    assert largest_distance(whole.get_weights(), cut.get_weights()) < bound
 
 
 @pytest.mark.parametrize("name", ["gelu", "gated", "softmax"])

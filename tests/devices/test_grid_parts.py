@@ -22,7 +22,7 @@ from tfdp.exchange.traffic import TrafficMeter
 # Models without some of the layers that the rules are for.
 pytestmark = pytest.mark.filterwarnings("ignore::tfdp.errors.LayoutWarning")
 
-layers = keras.layers
+layers, ops = keras.layers, keras.ops
 
 
 class DenseGradients(keras.Model):
@@ -297,6 +297,35 @@ def test_attentions_compute_by_heads(kind, rules):
         cut = {key: axes for key, axes in cut.items() if key.endswith("kernel")}
     one, losses = trained(None, lambda: build(DenseGradients), data=sentences())
     model, own_losses = trained(grid((2, 2), cut), build, data=sentences())
+    distance = largest_distance(one.get_weights(), model.get_weights())
+    assert distance < bound_of(one, "momentum")
+    np.testing.assert_allclose(own_losses, losses, rtol=1e-5)
+
+
+SHAPES_OF_MASKS = {
+    "of rows": lambda x: ops.cast(x[:, None, :] > 0, "bool"),
+    "of rows and places": lambda x: (x[:, None, :] > 3) | (x[:, :, None] > 9),
+    "for all rows": lambda x: ops.tril(ops.ones((1, WORDS, WORDS))) > 0,
+    "for each head": lambda x: ops.cast(x[:, None, None, :] > 0, "bool"),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES_OF_MASKS)
+def test_masks_that_an_attention_is_given(name):
+    def build(model=keras.Model):
+        keras.utils.set_random_seed(0)
+        words = keras.Input((WORDS,), dtype="int32")
+        x = layers.Embedding(VOCABULARY, WIDTH, name="words")(words)
+        mask = layers.Lambda(SHAPES_OF_MASKS[name])(words)
+        made = layers.MultiHeadAttention(4, 2, name="attention")
+        x = layers.Add()([x, made(x, x, attention_mask=mask)])
+        return model(words, layers.Dense(VOCABULARY, name="head")(x))
+
+    cut = {
+        key: axes for key, axes in BLOCK_RULES.items() if key.startswith("attention")
+    }
+    one, losses = trained(None, lambda: build(DenseGradients), data=sentences(16))
+    model, own_losses = trained(grid((2, 2), cut), build, data=sentences(16))
     distance = largest_distance(one.get_weights(), model.get_weights())
     assert distance < bound_of(one, "momentum")
     np.testing.assert_allclose(own_losses, losses, rtol=1e-5)

@@ -79,9 +79,9 @@ def is_attention(layer: Any) -> bool:
     )
 
 
-def projections_of(attention: Any) -> tuple[list[Any], Any]:
-    """The layers of an attention of Keras' that make heads, and the one that joins
+def projections_of(attention: Any) -> list[Any]:
+    """The layers of an attention of Keras' that make heads; last, that which joins
     them."""
-    made = [attention._query_dense, attention._key_dense, attention._value_dense]
-    gate = getattr(attention, "_gate_dense", None)
-    return [*made, *([] if gate is None else [gate])], attention._output_dense
+    names = ("_query_dense", "_key_dense", "_value_dense", "_gate_dense")
+    made = [getattr(attention, name, None) for name in (*names, "_output_dense")]
+    return [layer for layer in made if layer is not None]

@@ -23,45 +23,39 @@ from tfdp.seams.replace import Override, around, overridden
 
 
 def rows_behind(
-    model: keras.Model, found: Sequence[InParts], inputs: Any, *, training: bool
+    model: keras.Model, found: Sequence[InParts], inputs: Any, training: bool
 ) -> dict[int, tuple[Any, ...]]:
     """The row layers that read a column's parts, by the id of each that cancels.
 
-    `inputs`: the specs of the model's inputs.
+    `inputs`: the specs of the model's inputs, for any number of rows: what a model
+    computes from that number must not look like a constant.
     """
-    made, taken = _Noted(), _Noted()
     # Within an attention by heads the exchanges have cancelled.
-    within = {
-        id(layer)
-        for one in found
-        if one.kind == "heads"
-        for layer in (*projections_of(one.layer)[0], projections_of(one.layer)[1])
-    }
-    found = [one for one in found if id(one.layer) not in within]
+    heads = [one.layer for one in found if one.kind == "heads"]
+    within = {id(layer) for one in heads for layer in projections_of(one)}
+    columns, rows = (
+        {id(o.layer): o for o in found if o.kind == kind and id(o.layer) not in within}
+        for kind in ("column", "row")
+    )
+    made, taken = _Noted(), _Noted()
     overrides = [
-        Override(one.layer, "call", around(_noting_column, one, made))
-        if one.kind == "column"
-        else Override(one.layer, "call", around(_noting_row, one, taken))
-        for one in found
-        if one.kind in ("column", "row")
+        *(_noting(_noting_column, one, made) for one in columns.values()),
+        *(_noting(_noting_row, one, taken) for one in rows.values()),
     ]
     # Outside of replicas and their graph: it is traced, and thrown away.
     with tf.init_scope(), overridden(overrides):
         traced = tf.function(lambda x: model(x, training=training), autograph=False)
         graph = traced.get_concrete_function(inputs).graph
-    columns = {id(one.layer): one for one in found if one.kind == "column"}
-    rows = {id(one.layer): one for one in found if one.kind == "row"}
     sources = {
-        tensor.name: Features(_axis_of(columns[key], tensor), frozenset([key]))
+        tensor.name: Features(columns[key].feature_axis, frozenset([key]))
         for key, tensor in made.once(graph).items()
     }
     ends = {tensor.name: key for key, tensor in taken.once(graph).items()}
     walk = Entrywise(graph, sources, ends)
     reached = {ends[name]: features for name, features in walk.reached.items()}
     for key, features in reached.items():
-        [tensor] = taken[key]
         alongs = {columns[column].along for column in features.sources}
-        is_axis = features.axis == _axis_of(rows[key], tensor)
+        is_axis = features.axis == rows[key].feature_axis
         if features.is_shape or not is_axis or alongs != {rows[key].along}:
             walk.lost |= features.sources
     _lose_together(walk.lost, [one.sources for one in reached.values()])
@@ -70,12 +64,6 @@ def rows_behind(
         for column in features.sources - walk.lost:
             behind[column] = (*behind.get(column, ()), rows[key].layer)
     return behind
-
-
-def _axis_of(one: InParts, tensor: tf.Tensor) -> int:
-    """The axis of features, counted from the last."""
-    axis = one.feature_axis
-    return axis if axis < 0 else axis - int(tensor.shape.rank)
 
 
 def _lose_together(lost: set[int], groups: Sequence[frozenset[int]]) -> None:
@@ -101,6 +89,10 @@ class _Noted(dict[int, list[tf.Tensor]]):
             for key, tensors in self.items()
             if len(tensors) == 1 and tensors[0].graph is graph
         }
+
+
+def _noting(call: Callable, one: InParts, noted: _Noted) -> Override:
+    return Override(one.layer, "call", around(call, one, noted))
 
 
 def _noting_column(

@@ -51,7 +51,7 @@ class InParts:
       along: the axis of the mesh that cuts the kernel.
       weights: those of which the layer reads its member's part; the kernel first.
       feature_axis: the axis of the layer's output (column) or input (row) of which each
-        member has a part.
+        member has a part, counted from the last, -1.
       bias_axis: of a column: the axis of its bias along which that is; None: none is.
       shares_bias: of heads: whether members take their parts of biases that are whole.
     """
@@ -118,13 +118,14 @@ def _heads_in_parts(layer: Any, layout_of: LayoutOf) -> InParts | None:
     """An attention of Keras' of which each member computes its own heads."""
     if not is_attention(layer):
         return None
-    makers, joiner = projections_of(layer)
-    parts = [in_parts(one, layout_of) for one in (*makers, joiner)]
+    projections = projections_of(layer)
+    parts = [in_parts(one, layout_of) for one in projections]
     made = [one for one in parts if isinstance(one, InParts)]
-    kinds = [(one.kind, one.along, one.feature_axis) for one in made]
-    along = kinds[-1][1] if kinds else ""
-    wanted = [*[("column", along, HEADS)] * len(makers), ("row", along, HEADS)]
-    if kinds != wanted:
+    along = made[-1].along if made else ""
+    wanted = [*["column"] * (len(projections) - 1), "row"]
+    if [one.kind for one in made] != wanted or any(
+        (one.along, one.feature_axis) != (along, HEADS) for one in made
+    ):
         return None
     weights = tuple(weight for one in made for weight in one.weights)
     shares = any(

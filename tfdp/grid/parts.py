@@ -26,6 +26,10 @@ from tfdp.seams.table import checked_versions
 ops = keras.ops
 
 
+#: The arguments of an attention with an entry for each row.
+MASKS = ("query_mask", "value_mask", "key_mask", "attention_mask")
+
+
 @dataclasses.dataclass
 class PartsInUse:
     """The weights of which a replica reads its part now.
@@ -99,8 +103,8 @@ def _in_parts(
 ) -> Any:
     mover = mover_of(made.along)
     is_untied = kwargs.get("reverse") and not made.layer.tie_weights
-    is_odd = kwargs.get("return_attention_scores")
-    if mover is None or is_untied or is_odd or not _has_rows(*args):
+    has_scores = kwargs.get("return_attention_scores")
+    if mover is None or is_untied or has_scores or not _has_rows(*args):
         return original(*args, **kwargs)
     return CALLS[made.kind](original, made, mover, *args, **kwargs)
 
@@ -134,8 +138,7 @@ def _column(
         if layer.bias is not None and not made.has_own_bias:
             part = ops.add(part, _part_of(layer.bias, made.bias_axis, mover))
         return part if layer.activation is None else layer.activation(part)
-    axis = made.feature_axis % part.shape.rank
-    outputs = mover.to_rows(part, rows, axis)
+    outputs = mover.to_rows(part, rows, made.feature_axis)
     return _finished(layer, outputs, has_bias=made.has_own_bias)
 
 
@@ -157,7 +160,7 @@ def _row(
     layer = made.layer
     rows = mover.trace.of(OpenRegions).rows.get(id(layer))
     if rows is None:
-        rows = mover.to_features(inputs, made.feature_axis % inputs.shape.rank)
+        rows = mover.to_features(inputs, made.feature_axis)
         inputs = rows.tensor
     with reading_parts(made, mover):
         partial = product(layer, inputs)
@@ -171,49 +174,52 @@ def _heads(
     query: Any,
     value: Any,
     key: Any = None,
-    query_mask: Any = None,
-    value_mask: Any = None,
-    key_mask: Any = None,
-    attention_mask: Any = None,
+    *more: Any,
     **kwargs: Any,
 ) -> Any:
     """Keras' own call, with the rows of all members and the heads of one."""
-    open_rows = mover.trace.of(OpenRegions).rows
-    makers, joiner = projections_of(made.layer)
+    masks = {name: kwargs[name] for name in MASKS if kwargs.get(name) is not None}
+    if more or not _are_of_rows(masks, query):
+        return original(query, value, key, *more, **kwargs)
     # A MultiHeadAttention takes the masks off its inputs, and hands one on.
     takes_masks = isinstance(made.layer, keras.layers.MultiHeadAttention)
     own_mask = mask_of(query) if takes_masks else None
-    rows = mover.gather(query)
-    masks = {
-        "query_mask": query_mask,
-        "value_mask": value_mask,
-        "key_mask": key_mask,
-        "attention_mask": attention_mask,
-    }
-    length = query.shape[0]
-    of_all = {
-        # A mask without rows is for all of them.
-        name: mask
-        if mask is None or mask.shape[0] != length
-        else mover.gather(mask).tensor
-        for name, mask in masks.items()
-    }
-    others = [one if one is None else mover.gather(one).tensor for one in (value, key)]
+    rows, others = mover.gather(query), [mover.gather(value).tensor]
+    if key is not None:
+        others.append(mover.gather(key).tensor)
     for one in (query, value, key) if takes_masks else ():
         if one is not None:
             take_mask(one)
     if own_mask is not None:
         put_mask(rows.tensor, mover.gather(own_mask).tensor)
-    ids = [id(layer) for layer in (*makers, joiner)]
+    of_all = {name: mover.gather(mask).tensor for name, mask in masks.items()}
+    open_rows = mover.trace.of(OpenRegions).rows
+    ids = [id(layer) for layer in projections_of(made.layer)]
     open_rows.update(dict.fromkeys(ids, rows))
     try:
-        outputs = original(rows.tensor, *others, **of_all, **kwargs)
+        outputs = original(rows.tensor, *others, **kwargs | of_all)
     finally:
         for each in ids:
             del open_rows[each]
     if own_mask is not None:
         put_mask(outputs, own_mask)  # instead of that of the group's rows
     return outputs
+
+
+def _are_of_rows(masks: Mapping[str, Any], query: Any) -> bool:
+    """Whether each mask has an entry for each row of `query`, and none for heads.
+
+    Keras also broadcasts masks for all rows ([T, S] or [1, T, S]) or for each head
+    ([B, N, T, S]): then each projection computes alone.
+    """
+    ranks = dict.fromkeys(MASKS, 2) | {"attention_mask": 3}
+    return not masks or all(
+        _has_rows(mask)
+        and query.shape.rank == 3
+        and mask.shape.rank == ranks[name]
+        and (mask.shape[0] != 1 or query.shape[0] == 1)
+        for name, mask in masks.items()
+    )
 
 
 def product(layer: Any, inputs: tf.Tensor) -> Any:
@@ -275,7 +281,7 @@ def _logits(made: InParts, mover: RowMover, inputs: tf.Tensor) -> Any:
         features = ops.cast(features, layer.reverse_dtype)
         kernel = ops.cast(kernel, layer.reverse_dtype)
     part = ops.matmul(features, kernel)
-    logits = mover.to_rows(part, rows, part.shape.rank - 1)
+    logits = mover.to_rows(part, rows, -1)
     cap = layer.logit_soft_cap
     return logits if cap is None else ops.tanh(logits / cap) * cap
 

@@ -13,14 +13,13 @@ import tensorflow as tf
 
 from tfdp._private.keras_calls import makers_of_variable
 from tfdp._private.optimizer_hooks import ACCUMULATOR_NAME
-from tfdp.exchange.reducer import Reducer
 from tfdp.grid.cancelled import rows_behind
 from tfdp.grid.kinds import InParts, layers_in_parts
 from tfdp.grid.layouts import layouts_of
 from tfdp.grid.moved_rows import RowMover
 from tfdp.grid.parts import OpenRegions, PartsInUse, part_overrides
 from tfdp.plan.mesh import MeshLayout
-from tfdp.plan.shards import Sharding, ShardLayout
+from tfdp.plan.shards import ShardLayout
 from tfdp.seams.replace import Override
 from tfdp.sharding.updates import ShardUpdates
 from tfdp.sharding.variables import LocalShardVariable, ShardedVariable
@@ -56,22 +55,12 @@ class StepInParts:
 class GridUpdates(ShardUpdates):
     """The variables of a strategy with a mesh, which may leave some to `shard=`."""
 
-    def __init__(
-        self,
-        strategy: tf.distribute.Strategy,
-        devices: Sequence[str],
-        reducer: Reducer,
-        sharding: Sharding,
-    ):
-        super().__init__(strategy, devices, reducer, sharding)
-        layout = strategy.given["layout"]
-        self.layouts = layouts_of(layout, reducer.transport.topology)
+    def __init__(self, strategy: Any, *others: Any):
+        super().__init__(strategy, *others)
+        self.layouts = layouts_of(strategy.given["layout"], self.transport.topology)
         self._has_warned = False
         #: Layers with weights that a mesh cuts.
         self._layers: weakref.WeakSet[keras.Layer] = weakref.WeakSet()
-        # By model, and by the step's name.
-        self._behind: weakref.WeakKeyDictionary[Any, dict[str, Any]]
-        self._behind = weakref.WeakKeyDictionary()
 
     def class_of(self, kwargs: dict[str, Any], value: tf.Tensor) -> type | None:
         reference = kwargs.get("colocate_with")
@@ -121,20 +110,16 @@ class GridUpdates(ShardUpdates):
         return part_overrides(plan.found, plan.behind, self.mover_of)
 
     def _rows_behind(self, call: Any, found: Sequence[InParts]) -> Mapping[int, Any]:
-        """The exchanges that cancel in a step of Keras'; proved once for a model."""
-        if not is_stock_step(call.fn):
+        """The exchanges that cancel in a step of Keras', by a proof for this trace."""
+        if not found or not is_stock_step(call.fn):
             return {}
-        of_model = self._behind.setdefault(call.model, {})
-        name = name_of_step(call.fn)
-        if name not in of_model:
-            inputs, training = call.model_inputs(), name == "train_step"
-            # A model that runs in replicas only (tfdp.remat, exchanges of its own)
-            # cannot be traced outside of them: nothing is proved, nothing cancels.
-            with contextlib.suppress(Exception):
-                behind = rows_behind(call.model, found, inputs, training=training)
-                of_model[name] = behind
-            of_model.setdefault(name, {})
-        return of_model[name]
+        training = name_of_step(call.fn) == "train_step"
+        try:
+            return rows_behind(call.model, found, call.model_inputs(), training)
+        except Exception:
+            # A model that runs in replicas only (tfdp.remat, exchanges of its own), or
+            # that takes no plain tensors, is not traced here: nothing is proved.
+            return {}
 
     def mover_of(self, along: str) -> RowMover | None:
         """Moves rows of the calling replica; None: where replicas cannot exchange."""

@@ -145,7 +145,10 @@ class StepCall:
         return self.step.has_dummy_rows and not is_stock_step(self.fn)
 
     def model_inputs(self) -> Any:
-        """The specs of the first replica's inputs of the model, in a step of Keras'."""
+        """The specs of a model's inputs, for any number of rows, in a step of Keras'.
+
+        Raises `TypeError` for inputs that are no plain tensors.
+        """
         [data, *_], _ = self.arguments
         own = tf.nest.map_structure(
             lambda part: part.values[0] if isinstance(part, PerReplica) else part,
@@ -153,7 +156,13 @@ class StepCall:
             expand_composites=False,
         )
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(own)
-        return tf.nest.map_structure(tf.type_spec_from_value, inputs)
+
+        def spec(part: Any) -> tf.TensorSpec:
+            if not isinstance(part, tf.Tensor):
+                raise TypeError(f"no plain tensor: {part!r}")
+            return tf.TensorSpec([None, *part.shape[1:]], part.dtype)
+
+        return tf.nest.map_structure(spec, inputs, expand_composites=False)
 
     def observers_of(self, kind: type) -> list[Any]:
         """Observers that callbacks attached to the training steps of the model."""
