@@ -55,7 +55,8 @@ class Levels(Transport):
         self._first_part = first if shards_over_hosts else 0
 
     def among(self, groups: Groups) -> Transport:
-        """See `Transport`; groups that cross hosts, alike on each, have sums only."""
+        """See `Transport`. Groups that cross hosts exchange sums only, and each must
+        have the same places on all hosts."""
         here = self.topology.within_hosts[self.outer.part_of(FIRST)]
         inside = groups.inside(here)
         if inside is not None:

@@ -79,13 +79,6 @@ class ShardReducer:
             self._scatter, whole, layouts, rank, kind, in_turn, label
         )
 
-    def sum_parts(self, parts: Tensors, rank: Any, label: str) -> list[tf.Tensor]:
-        """The sums of parts over the replicas that hold the same ones."""
-        if self._copies is None:
-            return list(parts)
-        wire_dtype = self._copies.wire_dtype
-        return self._copies.all_reduce(parts, rank, label, wire_dtype)
-
     def all_gather(
         self, shards: Tensors, layouts: Layouts, rank: Any
     ) -> list[tf.Tensor]:
@@ -160,7 +153,8 @@ class ShardReducer:
         tensors = self._change(flat_of, tensors, layouts, rank)
         flat = [layout.flat for layout in layouts]
         parts = transport.reduce_scatter(tensors, flat, rank, label)
-        parts = self.sum_parts(parts, rank, label)
+        if self._copies is not None:
+            parts = self._copies.all_reduce(parts, rank, label, self._copies.wire_dtype)
         if transport.pads_parts:
             return self._change(shaped, parts, layouts, rank)
         return self._each(to_shard, parts, layouts, rank)
@@ -169,14 +163,14 @@ class ShardReducer:
         self, shards: Tensors, layouts: Layouts, rank: Any, label: str
     ) -> list[tf.Tensor]:
         transport = self._transport
-        if not transport.pads_parts:
-            shards = self._each(elements_of, shards, layouts, rank)
-        elif is_mostly_padding(layouts):
+        if transport.pads_parts and is_mostly_padding(layouts):
             # Each element is on one replica: the sum with zeros.
             placed = self._each(among_zeros, shards, layouts, rank)
             return transport.all_reduce(placed, rank, label)
-        else:
+        if transport.pads_parts:
             shards = self._change(in_transit, shards, layouts, rank)
+        else:
+            shards = self._each(elements_of, shards, layouts, rank)
         flat = [layout.flat for layout in layouts]
         wholes = transport.all_gather(shards, flat, rank, label)
         return self._change(whole_of, wholes, layouts, rank)

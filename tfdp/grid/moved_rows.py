@@ -51,12 +51,11 @@ class RowMover:
 
     def __init__(self, transport: Transport, trace: Trace):
         """`transport`: of the groups, with a `swap`; `trace`: that of the replica."""
-        self.trace, self._rows = trace, trace.rows
-        self._transport, self._rank = transport, trace.rank
-        rank = trace.rank
-        self.members = len(transport.groups.of(rank))
+        self.trace, self._rows, self._rank = trace, trace.rows, trace.rank
+        self._transport = transport
+        self.members = len(transport.groups.of(trace.rank))
         #: The replica's place in its group: the number of its part.
-        self.place = transport.part_of(rank)
+        self.place = transport.part_of(trace.rank)
 
     def gather(self, own: tf.Tensor) -> RowsOfGroup:
         """The rows of all members; of one tensor in one exchange, however often."""
@@ -140,7 +139,7 @@ class RowMover:
 
             return (self._joined(pieces), sizes), gradient
 
-        whole, sizes = exchange(self._real(own))
+        whole, sizes = exchange(self._rows.real_rows(own))
         return whole, tf.ensure_shape(sizes, [self.members])
 
     def _to_rows(self, part: tf.Tensor, sizes: tf.Tensor, axis: int) -> tf.Tensor:
@@ -164,13 +163,6 @@ class RowMover:
     @property
     def _device(self) -> str:
         return self._transport.devices[self._rank]
-
-    def _real(self, own: tf.Tensor) -> tf.Tensor:
-        """The rows without a dummy row."""
-        present = self._rows.present
-        if present is True:
-            return own
-        return own[: tf.shape(own)[0] * tf.cast(present, tf.int32)]
 
     def _at_home(self, rows: tf.Tensor, own: tf.Tensor) -> tf.Tensor:
         """Own rows again, or zeros for dummy rows: as many as `own` has."""

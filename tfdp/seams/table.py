@@ -128,7 +128,10 @@ SINCE_3_16 = (
     *_seams(ARRAYS, "always", "epochs differ in order", _tf_shuffle="(self, tensors)"),
     *_seams(LOOP, "always", "numbers passes over arrays", _get_iterator="(self)"),
     *_seams(
-        MODEL, "always", "it is traced once", _make_function="(self, step_function)"
+        MODEL,
+        "always",
+        "a step takes its batch in its graph, and is traced once",
+        _make_function="(self, step_function)",
     ),
 )
 
@@ -250,7 +253,7 @@ SEAMS: tuple[Seam, ...] = (
             ("GroupQueryAttention", None),
         )
     ),
-    *_seams("keras:Layer", "step", "a part has less features", _input_spec=DATA),
+    *_seams("keras:Layer", "step", "a part has fewer features", _input_spec=DATA),
     # What Keras does to variables, metrics, models and loops.
     *_seams(
         VARIABLE,
@@ -266,11 +269,12 @@ SEAMS: tuple[Seam, ...] = (
         "always",
         "notes the Keras variable whose TensorFlow variable is created",
     ),
-    *_seams(
+    Seam(
         "keras.metrics:Mean",
+        "update_state",
+        "(self, values, sample_weight=None)",
         "always",
         "a number of all rows of a replica counts by the replica's rows",
-        update_state="(self, values, sample_weight=None)",
     ),
     Seam(
         "keras.metrics:MeanMetricWrapper",

@@ -99,7 +99,7 @@ def _build(optimizer: Any, variables: Sequence[Any]) -> None:
             "serves all replicas. Use shard='none'."
         )
     for variable in owned:
-        refuse_block(optimizer, variable)
+        _refuse_block(optimizer, variable)
     new = [variable for variable in owned if variable.value.owner is None]
     costs = [rule.cost(tuple(variable.shape)) for variable in new]
     for variable, owner in zip(new, assign_owners(costs, shards.loads), strict=True):
@@ -108,7 +108,7 @@ def _build(optimizer: Any, variables: Sequence[Any]) -> None:
     _place_state(optimizer, variables, owned, shards)
 
 
-def refuse_block(optimizer: Any, variable: Any) -> None:
+def _refuse_block(optimizer: Any, variable: Any) -> None:
     """Refuses a weight that a mesh cuts, for an optimizer that updates it whole."""
     if isinstance(variable.value.layout, MeshLayout):
         raise ConfigurationError(

@@ -148,9 +148,9 @@ def _refuse_padding(rows: Rows, value: Any) -> None:
 def _real_rows(rows: Rows, value: Any) -> Any:
     """`value` without dummy rows, if its length is dynamic, as that of rows is then."""
     has_axis = isinstance(value, tf.Tensor) and value.shape.rank != 0
-    if not has_axis or value.shape[0] is not None or rows.present is True:
+    if not has_axis or value.shape[0] is not None:
         return value
-    return value[: tf.shape(value)[0] * tf.cast(rows.present, tf.int32)]
+    return rows.real_rows(value)
 
 
 def padding_overrides(

@@ -96,9 +96,14 @@ class DataParallelStrategy(ReplicaContextStrategy, tf.distribute.MirroredStrateg
             refuse_among_workers()
         communication = checked_communication(communication, layout)
         sharding = sharding_of(shard, min_bytes=shard_min_bytes, offload=offload)
-        others = {"draws_per_replica": draws_per_replica, "pad_batches": pad_batches}
-        others["layout"] = layout
-        self.given = Given(ONE, 1, options_of(communication, sharding, **others))
+        options = options_of(
+            communication,
+            sharding,
+            layout=layout,
+            draws_per_replica=draws_per_replica,
+            pad_batches=pad_batches,
+        )
+        self.given = Given(ONE, 1, options)
         refuse_options(self.given)
         self.pad_batches = pad_batches or False
         if devices is None and layout is not None:

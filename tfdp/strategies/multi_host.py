@@ -129,9 +129,9 @@ class MultiHostDataParallelStrategy(DataParallelStrategy):
             shard, group=shard_group, min_bytes=shard_min_bytes, offload=offload
         )
         communication = checked_communication(communication, layout)
-        others: dict[str, Any] = {"balance": balance}
+        others: dict[str, Any] = {"layout": layout, "balance": balance}
         others["devices_per_host"] = devices_per_host
-        others.update(draws_per_replica=draws_per_replica, layout=layout)
+        others["draws_per_replica"] = draws_per_replica
         options = options_of(communication, sharding, **others)
         self.given = Given(HOSTS, found.workers, options)
         refuse_options(self.given)

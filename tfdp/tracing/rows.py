@@ -140,6 +140,12 @@ class Rows:
         """1 for real rows, 0 for padding, of shape [rows, 1, ..., 1] of that rank."""
         return tf.reshape(tf.cast(self.real, dtype), [self.size] + [1] * (rank - 1))
 
+    def real_rows(self, value: tf.Tensor) -> tf.Tensor:
+        """`value` without a dummy row."""
+        if self.present is True:
+            return value
+        return value[: tf.shape(value)[0] * tf.cast(self.present, tf.int32)]
+
     def part(self, value: Any) -> Any:
         """`value`, or 0 (or no slices) where it was computed from a dummy row."""
         if self.present is True:
