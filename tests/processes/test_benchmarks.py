@@ -1,5 +1,6 @@
 """The scripts of `benchmarks/` run, on tiny subjects: no figure means anything."""
 
+import importlib.util
 import json
 
 import pytest
@@ -46,3 +47,11 @@ def test_the_script_that_takes_minutes_says_what_it_measures():
     done = run_python("-m", "benchmarks.prediction", "--help")
     assert done.returncode == 0, done.stderr
     assert "--link-rates" in done.stdout
+
+
+def test_a_script_says_which_package_it_needs():
+    if importlib.util.find_spec("keras_hub") is not None:
+        pytest.skip("KerasHub is installed: the script would train.")
+    done = run_python("-m", "benchmarks.backbones", "--quick")
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "pip install keras-hub" in done.stderr
