@@ -43,9 +43,10 @@ class ShardReducer:
 
     def of(self, layout: ShardLayout) -> ShardReducer:
         """The exchanges among the replicas that share the parts of `layout`."""
-        if not isinstance(layout, MeshLayout):
+        groups, copies = layout.groups, layout.copies
+        if groups is None or copies is None:
             return self
-        key = groups, copies = layout.groups, layout.copies
+        key = groups, copies
         if key not in self._of_groups:
             among = self._reducer.transport.among
             others = among(copies) if len(copies[0]) > 1 else None

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 from tfdp.errors import ConfigurationError
 from tfdp.plan.options import OPTIONS, SHARD_STAGES, Given, refuse_options
+from tfdp.plan.topology import Groups
 
 # A shard that begins at a multiple of this many elements is a view: TensorFlow aligns
 # to 64 bytes, and the narrowest float has one byte.
@@ -156,6 +157,16 @@ class ShardLayout:
     def elements(self) -> int:
         """The elements of the whole tensor."""
         return math.prod(self.shape)
+
+    @property
+    def groups(self) -> Groups | None:
+        """The replicas that share the parts, if the layout says so; None: all."""
+        return None
+
+    @property
+    def copies(self) -> Groups | None:
+        """The replicas that hold the same part, if the layout says so."""
+        return None
 
     @property
     def shard_elements(self) -> int:

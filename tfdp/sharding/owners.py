@@ -20,7 +20,6 @@ from tfdp._private import keras_models
 from tfdp._private import optimizer_hooks as hooks
 from tfdp.errors import ConfigurationError
 from tfdp.plan.exclusions import variable_path
-from tfdp.plan.mesh import MeshLayout
 from tfdp.plan.owners import assign_owners, newton_schulz_cost
 from tfdp.plan.shards import OwnedLayout
 from tfdp.seams.replace import is_replaced, replace
@@ -110,7 +109,7 @@ def _build(optimizer: Any, variables: Sequence[Any]) -> None:
 
 def _refuse_block(optimizer: Any, variable: Any) -> None:
     """Refuses a weight that a mesh cuts, for an optimizer that updates it whole."""
-    if isinstance(variable.value.layout, MeshLayout):
+    if variable.value.layout.groups is not None:
         raise ConfigurationError(
             f"The optimizer {type(optimizer).__name__} updates the whole of the weight "
             f"{variable_path(variable)!r}, which a rule of layout= cuts: no replica "

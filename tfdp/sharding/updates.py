@@ -21,7 +21,6 @@ from tfdp.exchange.reducer import Reducer
 from tfdp.exchange.shards import ShardReducer, copied_shard, elements_of, shard_of
 from tfdp.lint.registry import key_of, register
 from tfdp.lint.values import Term, Value
-from tfdp.plan.mesh import MeshLayout
 from tfdp.plan.shards import OwnedLayout, Sharding, ShardLayout
 from tfdp.seams.replace import Override
 from tfdp.sharding.owners import place_when_built
@@ -129,10 +128,9 @@ class ShardUpdates:
 
     def counts(self, variable: Any, rank: int) -> bool:
         """Whether a sum over all parts takes a replica's: of copies the first's."""
-        layout = distributed_of(variable).layout
-        if not isinstance(layout, MeshLayout):
-            return True
-        return layout.copies.place_of(self._strategy.extended.first_rank + rank) == 0
+        copies = distributed_of(variable).layout.copies
+        first_rank = self._strategy.extended.first_rank
+        return copies is None or copies.place_of(first_rank + rank) == 0
 
     def whole(
         self, shards: Sequence[tf.Tensor], layout: ShardLayout, name: str
@@ -150,7 +148,7 @@ class ShardUpdates:
             _, stop = layout.bounds(parts[-1])
             return tf.reshape(variable.values[0].read_value(), [-1])[start:stop]
         shards = [tf.convert_to_tensor(variable.shard(rank)) for rank in ranks]
-        if isinstance(layout, MeshLayout):  # of which each host holds all
+        if layout.groups is not None:  # a host holds all parts of each
             return tf.reshape(self.whole(shards, layout, variable.name), [-1])
         pieces = [
             elements_of(shard, layout, part)

@@ -84,11 +84,9 @@ def parts_on_each_host(variable: Any) -> tuple[int, ...] | None:
     hosts have different ones; None: the copies are whole."""
     if not is_stored_in_shards(variable):
         return None
-    from tfdp.plan.mesh import MeshLayout
-
     strategy = variable.distribute_strategy
     layout, shards = variable.layout, strategy.extended.shards
-    is_on_each = strategy.shard_group == "host" or isinstance(layout, MeshLayout)
+    is_on_each = strategy.shard_group == "host" or layout.groups is not None
     ranks = range(len(variable.values) if is_on_each else 0)
     return tuple(shards.part_of(rank, layout) for rank in ranks)
 
