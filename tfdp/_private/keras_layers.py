@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,12 @@ from tfdp._private.names import get_autocast_scope, keras_state
 
 # Keras' names.
 INPUT_SPEC = "_input_spec"
+#: Methods of a layer that its call does not use; Keras puts some on each instance.
+NOT_OF_CALLS = frozenset(
+    "build build_from_config compute_output_shape compute_output_spec get_config "
+    "get_build_config from_config save_own_variables load_own_variables quantize "
+    "enable_lora quantized_build".split()
+)
 CALL_CONTEXT, AUTOCAST_SCOPE = "current_call_ctx", "autocast_scope"
 
 
@@ -66,12 +73,31 @@ def layout_map_of(distribution: Any) -> Any:
     return distribution._layout_map
 
 
+def replaced_in(layer: Any, of_keras: type) -> str:
+    """The name of what a layer, or its class, has instead of Keras' own; "": nothing.
+
+    `of_keras`: a class of Keras' that the layer is an instance of. What builds, saves
+    or describes a layer does not count.
+    """
+    kinds = of_keras.__mro__[: of_keras.__mro__.index(keras.layers.Layer)]
+    for kind in kinds:
+        for name, value in vars(kind).items():
+            is_code = callable(value) or isinstance(value, property)
+            if not is_code or name.startswith("__") or name in NOT_OF_CALLS:
+                continue
+            own = inspect.getattr_static(of_keras, name)
+            has = inspect.getattr_static(type(layer), name)
+            if has is not own or name in vars(layer):
+                return name
+    return ""
+
+
 def is_attention(layer: Any) -> bool:
-    """Whether a layer is a built attention with Keras' own call, by heads."""
+    """Whether a layer is a built attention as Keras made it, by heads."""
     return layer.built and any(
         isinstance(layer, kind)
-        and type(layer).call is kind.call
-        and type(layer)._compute_attention is kind._compute_attention
+        and not replaced_in(layer, kind)
+        and type(layer._softmax) is keras.layers.Softmax
         for kind in (
             keras.layers.MultiHeadAttention,
             keras.layers.GroupQueryAttention,

@@ -49,6 +49,9 @@ from tensorflow.python.framework.device_spec import DeviceSpecV2 as DeviceSpec
 
 # The element spec of None; public as `tf.NoneTensorSpec` from 2.21 on.
 from tensorflow.python.framework.none_tensor import NoneTensorSpec
+
+# The gradients that `tf.custom_gradient` registers for the ops of a graph.
+from tensorflow.python.framework.ops import gradient_registry
 from tensorflow.python.ops import control_flow_util as _control_flow_util
 from tensorflow.python.ops.control_flow_v2_func_graphs import (
     CondBranchFuncGraph,
@@ -327,3 +330,15 @@ def is_in_vectorized_loop() -> bool:
 def is_branch_graph(graph: Any) -> bool:
     """Whether `graph` is a branch of a `tf.cond`."""
     return isinstance(graph, CondBranchFuncGraph)
+
+
+def module_of_gradient(op: tf.Operation) -> str:
+    """The module whose function is the custom gradient of an op; "": it has none."""
+    try:
+        function = gradient_registry.lookup(op.get_attr("_gradient_op_type"))
+        for name in ("tape_grad_fn", "grad_fn"):  # one within the other
+            names = function.__code__.co_freevars
+            function = function.__closure__[names.index(name)].cell_contents
+    except (ValueError, LookupError, AttributeError, TypeError):
+        return ""
+    return str(function.__module__)

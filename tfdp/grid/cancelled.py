@@ -9,17 +9,22 @@ cancels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfdp._private.keras_layers import projections_of
+from tfdp._private.keras_models import layers_within
 from tfdp.grid.kinds import InParts
 from tfdp.grid.parts import product
 from tfdp.lint.entrywise import Entrywise, Features
 from tfdp.seams.replace import Override, around, overridden
+
+#: Methods of a model that a step of Keras' calls beside the model itself.
+READ = ("compute_loss", "_compute_loss", "compute_metrics")
 
 
 def rows_behind(
@@ -28,8 +33,30 @@ def rows_behind(
     """The row layers that read a column's parts, by the id of each that cancels.
 
     `inputs`: the specs of the model's inputs, for any number of rows: what a model
-    computes from that number must not look like a constant.
+    computes from that number must not look like a constant; nor may the number of a
+    column's features, of which a member has a part.
     """
+    kind = type(model)
+    if any(getattr(kind, name) is not getattr(keras.Model, name) for name in READ):
+        return {}  # it may read features, or call layers, where no trace sees it
+    trace = functools.partial(_traced, model, inputs=inputs, training=training)
+    try:
+        return trace(found)
+    except Exception:
+        # Some layers, such as LayerNormalization, need to know how many features they
+        # get. None of them treats entries one by one.
+        likely = trace(found, hides=False)
+        return trace([o for o in found if o.kind != "column" or id(o.layer) in likely])
+
+
+def _traced(
+    model: keras.Model,
+    found: Sequence[InParts],
+    inputs: Any,
+    training: bool,
+    hides: bool = True,
+) -> dict[int, tuple[Any, ...]]:
+    """`rows_behind` by one trace; `hides`: the number of features is unknown in it."""
     # Within an attention by heads the exchanges have cancelled.
     heads = [one.layer for one in found if one.kind == "heads"]
     within = {id(layer) for one in heads for layer in projections_of(one)}
@@ -37,18 +64,20 @@ def rows_behind(
         {id(o.layer): o for o in found if o.kind == kind and id(o.layer) not in within}
         for kind in ("column", "row")
     )
-    made, taken = _Noted(), _Noted()
+    given, made, taken = _Noted(), _Noted(), _Noted()
     overrides = [
-        *(_noting(_noting_column, one, made) for one in columns.values()),
+        *(_noting(_noting_column, o, made, given, hides) for o in columns.values()),
         *(_noting(_noting_row, one, taken) for one in rows.values()),
     ]
     # Outside of replicas and their graph: it is traced, and thrown away.
     with tf.init_scope(), overridden(overrides):
         traced = tf.function(lambda x: model(x, training=training), autograph=False)
         graph = traced.get_concrete_function(inputs).graph
+    rows_of = {key: _origin(tensor) for key, tensor in given.once(graph).items()}
     sources = {
         tensor.name: Features(columns[key].feature_axis, frozenset([key]))
         for key, tensor in made.once(graph).items()
+        if rows_of[key].shape[0] is None  # else it is no batch of rows
     }
     ends = {tensor.name: key for key, tensor in taken.once(graph).items()}
     walk = Entrywise(graph, sources, ends)
@@ -56,8 +85,12 @@ def rows_behind(
     for key, features in reached.items():
         alongs = {columns[column].along for column in features.sources}
         is_axis = features.axis == rows[key].feature_axis
-        if features.is_shape or not is_axis or alongs != {rows[key].along}:
+        # Columns of other tensors may have other rows.
+        origins = {rows_of[column].name for column in features.sources}
+        is_wrong = features.is_shape or not is_axis or len(origins) > 1
+        if is_wrong or alongs != {rows[key].along}:
             walk.lost |= features.sources
+    walk.lost |= walk.sources_of(_kept(model, graph))
     _lose_together(walk.lost, [one.sources for one in reached.values()])
     behind: dict[int, tuple[Any, ...]] = {}
     for key, features in reached.items():
@@ -74,13 +107,27 @@ def _lose_together(lost: set[int], groups: Sequence[frozenset[int]]) -> None:
                 lost |= group
 
 
+def _origin(tensor: tf.Tensor) -> tf.Tensor:
+    """The tensor of which it is a copy, perhaps of another type."""
+    while tensor.op.type in ("Cast", "Identity"):
+        tensor = tensor.op.inputs[0]
+    return tensor
+
+
+def _kept(model: keras.Model, graph: Any) -> Iterator[str]:
+    """The names of tensors that layers have kept, for a loss or a callback to read."""
+    for layer in layers_within(model):
+        for value in tf.nest.flatten([*vars(layer).values()]):
+            if isinstance(value, tf.Tensor) and getattr(value, "graph", None) is graph:
+                yield value.name
+
+
 class _Noted(dict[int, list[tf.Tensor]]):
     """The tensors that layers made, or took, by the layer's id."""
 
     def note(self, layer: Any, tensor: tf.Tensor) -> tf.Tensor:
-        marked = tf.identity(tensor)
-        self.setdefault(id(layer), []).append(marked)
-        return marked
+        self.setdefault(id(layer), []).append(tensor)
+        return tensor
 
     def once(self, graph: Any) -> dict[int, tf.Tensor]:
         """The tensors of layers that `graph` itself calls once."""
@@ -91,23 +138,33 @@ class _Noted(dict[int, list[tf.Tensor]]):
         }
 
 
-def _noting(call: Callable, one: InParts, noted: _Noted) -> Override:
-    return Override(one.layer, "call", around(call, one, noted))
+def _noting(call: Callable, one: InParts, *how: Any) -> Override:
+    return Override(one.layer, "call", around(call, one, *how))
 
 
 def _noting_column(
-    original: Callable, one: InParts, noted: _Noted, inputs: Any, **kwargs: Any
+    original: Callable,
+    one: InParts,
+    noted: _Noted,
+    given: _Noted,
+    hides: bool,
+    inputs: Any,
+    **kwargs: Any,
 ) -> Any:
     layer = one.layer
-    outputs = product(layer, inputs)
+    outputs = product(layer, given.note(layer, inputs))
     if layer.bias is not None:
         outputs = keras.ops.add(outputs, layer.bias)
     # The activation belongs to what is proved.
-    outputs = noted.note(layer, outputs)
+    shape = outputs.shape.as_list()
+    if hides:
+        shape[one.feature_axis] = None
+    outputs = tf.raw_ops.PlaceholderWithDefault(input=outputs, shape=shape)
+    noted.note(layer, outputs)
     return outputs if layer.activation is None else layer.activation(outputs)
 
 
 def _noting_row(
     original: Callable, one: InParts, noted: _Noted, inputs: Any, **kwargs: Any
 ) -> Any:
-    return original(noted.note(one.layer, inputs), **kwargs)
+    return original(noted.note(one.layer, tf.identity(inputs)), **kwargs)

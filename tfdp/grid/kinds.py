@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import keras
 
-from tfdp._private.keras_layers import is_attention, projections_of
+from tfdp._private.keras_layers import is_attention, projections_of, replaced_in
 from tfdp.plan.mesh import MeshLayout
 
 #: How a weight rests; None: whole.
@@ -156,8 +156,9 @@ class _Cut(NamedTuple):
 
 def _why_not(layer: Any, of_keras: Any) -> str:
     """The reason why a layer's call may be another; "": it is as Keras made it."""
-    if type(layer).call is not of_keras.call:
-        return f"{type(layer).__name__} has a call of its own"
+    replaced = replaced_in(layer, of_keras)
+    if replaced:
+        return f"{type(layer).__name__} has a {replaced} of its own"
     if getattr(layer, "quantization_mode", None) is not None:
         return "it is quantized"
     if getattr(layer, "lora_enabled", False):

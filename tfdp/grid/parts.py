@@ -66,7 +66,7 @@ class OpenRegions:
     """Layers between which rows stay with the group, by id: the rows they compute on.
 
     A column in a region gets the rows of all, and leaves its part there; a row gets
-    parts.
+    parts. A region is for the calls that were proved: a later one is complete again.
 
     Args:
       rows: those of each layer.
@@ -74,7 +74,7 @@ class OpenRegions:
     """
 
     rows: dict[int, RowsOfGroup] = dataclasses.field(default_factory=dict)
-    behind: Mapping[int, Sequence[Any]] = dataclasses.field(default_factory=dict)
+    behind: dict[int, Sequence[Any]] = dataclasses.field(default_factory=dict)
 
 
 def part_overrides(
@@ -131,8 +131,9 @@ def _column(
         part = product(layer, inputs if rows is None else rows.tensor)
         if made.has_own_bias:
             part = ops.add(part, layer.bias)
-    if rows is not None and id(layer) in regions.behind:
-        regions.rows.update((id(row), rows) for row in regions.behind[id(layer)])
+    ending = regions.behind.pop(id(layer), None)
+    if rows is not None and ending is not None:
+        regions.rows.update((id(row), rows) for row in ending)
         is_open = True
     if rows is None or is_open:
         if layer.bias is not None and not made.has_own_bias:
@@ -158,7 +159,7 @@ def _row(
     original: Callable, made: InParts, mover: RowMover, inputs: Any, **kwargs: Any
 ) -> Any:
     layer = made.layer
-    rows = mover.trace.of(OpenRegions).rows.get(id(layer))
+    rows = mover.trace.of(OpenRegions).rows.pop(id(layer), None)
     if rows is None:
         rows = mover.to_features(inputs, made.feature_axis)
         inputs = rows.tensor
@@ -200,7 +201,7 @@ def _heads(
         outputs = original(rows.tensor, *others, **kwargs | of_all)
     finally:
         for each in ids:
-            del open_rows[each]
+            open_rows.pop(each, None)
     if own_mask is not None:
         put_mask(outputs, own_mask)  # instead of that of the group's rows
     return outputs

@@ -12,6 +12,7 @@ import keras
 import tensorflow as tf
 
 from tfdp._private.keras_calls import makers_of_variable
+from tfdp._private.keras_models import layers_within
 from tfdp._private.optimizer_hooks import ACCUMULATOR_NAME
 from tfdp.grid.cancelled import rows_behind
 from tfdp.grid.kinds import InParts, layers_in_parts
@@ -89,13 +90,17 @@ class GridUpdates(ShardUpdates):
             return super().whole(shards, layout, name)
 
     def begin(self, call: Any) -> None:
-        weights = call.model.weights if isinstance(call.model, keras.Model) else ()
+        is_model = isinstance(call.model, keras.Model)
+        weights = call.model.weights if is_model else ()
         if weights and not self._has_warned:
             self._has_warned = True
             self.layouts.warn_of_idle_rules(weights[0].path)
         if self.transport.among(self.transport.topology.within_hosts).swap is None:
             return  # it cannot send rows to chosen replicas: layers gather weights
-        found = layers_in_parts(self._layers, layout_of)
+        # Keras names no layer while it makes the weights of one that its first call
+        # builds; a step of one's own has only those that are named.
+        layers = [*(layers_within(call.model) if is_model else ()), *self._layers]
+        found = layers_in_parts(dict.fromkeys(layers), layout_of)
         if call.drops_gradients:
             # A replica without rows drops its gradients of whole weights, which would
             # be those of other replicas' rows: projections compute each alone.
@@ -106,7 +111,7 @@ class GridUpdates(ShardUpdates):
     def overrides(self, call: Any) -> Iterable[Override]:
         plan = call.step.of(StepInParts)
         for trace in call.step.traces:
-            trace.of(OpenRegions).behind = plan.behind
+            trace.of(OpenRegions).behind = dict(plan.behind)
         return part_overrides(plan.found, plan.behind, self.mover_of)
 
     def _rows_behind(self, call: Any, found: Sequence[InParts]) -> Mapping[int, Any]:

@@ -7,10 +7,12 @@ below, and what it joins with the features must be the same for each row and fea
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
+
+from tfdp._private.names import module_of_gradient
 
 #: Ops of one tensor that treat each entry by itself.
 UNARY = frozenset(
@@ -27,6 +29,8 @@ ENTRYWISE = frozenset(
 )
 #: Draws, independent for each entry, of the shape that is their first input.
 DRAWS = frozenset("StatelessRandomUniformV2 StatelessRandomNormalV2".split())
+#: Where a gradient of its own is known: `tf.nn.silu` has one to save memory.
+GRADIENTS = "tensorflow.python.ops.nn_impl"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +52,8 @@ class Entrywise:
     """The features that come out of sources, entry by entry, in a function's graph.
 
     Args:
-      graph: of a function, traced with whole features.
+      graph: of a function, traced with whole features; the number of rows and that of
+        features, in the sources, are unknown: neither can become a constant.
       sources: by the names of tensors: their features.
       ends: the names of tensors behind which nothing is followed.
     """
@@ -61,28 +66,34 @@ class Entrywise:
         self.reached: dict[str, Features] = {}
         #: Sources of which something else is computed, or returned.
         self.lost: set[Any] = set()
-        # What depends on the batch differs between replicas.
-        captured = {inner.name for _, inner in graph.captures}
-        self._of_batch = {t.name for t in graph.inputs if t.name not in captured}
+        # Replicas have the same values of weights, and of what is computed from them;
+        # not of their batches, of draws, and of the state that they keep.
+        weights = set(_handles(graph))
+        self._differs = {t.name for t in graph.inputs if t.name not in weights}
         for op in graph.get_operations():
             name = op.outputs[0].name if op.outputs else "no output"
             if name in sources:
                 self._features[name] = sources[name]
-                self._of_batch.add(name)
+                self._differs.add(name)
                 continue
             self._follow(op)
             if name in ends and name in self._features:
                 self.reached[name] = self._features.pop(name)
         self._lose([output.name for output in graph.outputs])
 
+    def sources_of(self, names: Iterable[str]) -> set[Any]:
+        """The sources of which features are in the tensors with these names."""
+        found = (self._features.get(name) for name in names)
+        return {source for one in found if one is not None for source in one.sources}
+
     def _follow(self, op: tf.Operation) -> None:
         names = [tensor.name for tensor in op.inputs]
-        if any(name in self._of_batch for name in names):
-            self._of_batch.update(tensor.name for tensor in op.outputs)
+        if not _is_repeated(op) or any(name in self._differs for name in names):
+            self._differs.update(tensor.name for tensor in op.outputs)
         tracked = [self._features.get(name) for name in names]
         if not any(tracked):
             return
-        if op.type == "IdentityN":  # around a gradient of its own
+        if op.type == "IdentityN" and module_of_gradient(op) == GRADIENTS:
             for given, output in zip(tracked, op.outputs, strict=True):
                 if given is not None:
                     self._features[output.name] = given
@@ -115,7 +126,7 @@ class Entrywise:
     def _is_alike(self, tensor: tf.Tensor, axis: int, output: tf.Tensor) -> bool:
         """Whether it is the same for each row and each feature of `output`."""
         rank, of_all = tensor.shape.rank, output.shape.rank
-        if tensor.name in self._of_batch or rank is None or of_all is None:
+        if tensor.name in self._differs or rank is None or of_all is None:
             return False
         return all(
             rank < -place or tensor.shape[place] == 1 for place in (axis, -of_all)
@@ -125,3 +136,19 @@ class Entrywise:
         for name in names:
             if name in self._features:
                 self.lost |= self._features[name].sources
+
+
+def _handles(graph: Any) -> Iterator[str]:
+    """The names of the handles of weights, as the graph has captured them."""
+    of_weights = {id(variable.handle) for variable in graph.trainable_variables}
+    for outer, inner in graph.captures:
+        if id(outer) in of_weights:
+            yield inner.name
+
+
+def _is_repeated(op: tf.Operation) -> bool:
+    """Whether an op has the same outputs on each replica, of the same inputs."""
+    if op.type in ("ReadVariableOp", "Placeholder"):
+        return True
+    calls = any(attribute.type == "func" for attribute in op.op_def.attr)
+    return not (op.op_def.is_stateful or calls or "Random" in op.type)
