@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::tfdp.errors.LayoutWarning")
 layers = keras.layers
 MESHES = [(2, 2), (1, 4), (4, 1)]
 on_each_mesh = pytest.mark.parametrize("shape", MESHES, ids=["2x2", "1x4", "4x1"])
-# Two rows for the first replica, and one for each other. Sums of the first four, and
+# One for each replica, and a fifth that leaves them uneven. Sums of the first four, and
 # their shares of a quarter, are exact in float32.
 SCALES = np.array([0.5, 1.5, 0.25, 1.75, 1.0], "float32")
 # Sums of at most 40 terms below 8: two orders differ by at most twice 40 * 2^-24 * 8.
