@@ -39,12 +39,15 @@ class DenseGradients(keras.Model):
         return {metric.name: metric.result() for metric in self.metrics}
 
 
-def block(model=keras.Model):
-    """A transformer's block over masked words."""
+def block(model=keras.Model, is_grouped=False):
+    """A transformer's block over masked words; grouped: two heads for four queries."""
     keras.utils.set_random_seed(0)
     inputs = keras.Input((WORDS,), dtype="int32")
     x = layers.Embedding(VOCABULARY, WIDTH, name="words", mask_zero=True)(inputs)
-    attention = layers.MultiHeadAttention(HEADS, WIDTH // HEADS, name="attention")
+    if is_grouped:
+        attention = layers.GroupQueryAttention(2, 4, 2, name="attention")
+    else:
+        attention = layers.MultiHeadAttention(HEADS, WIDTH // HEADS, name="attention")
     x = layers.Add()([x, attention(x, x, use_causal_mask=True)])
     x = layers.LayerNormalization(name="norm")(x)
     hidden = layers.Dense(HIDDEN, "gelu", name="up")(x)
@@ -123,6 +126,34 @@ def test_a_transformer_is_that_of_one_device(on_one_device, shape, rules):
     np.testing.assert_allclose(own_seen, seen, atol=64 * distance + 2**10 * 2**-24)
     own_evaluated = model.evaluate(x, y, 5, verbose=0)
     np.testing.assert_allclose(own_evaluated, evaluated, rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def grouped_on_one_device():
+    return trained(None, lambda: block(DenseGradients, True), ADAMW, sentences(25))
+
+
+ADAMW = lambda: keras.optimizers.AdamW(  # noqa: E731
+    0.01, epsilon=1e-3, weight_decay=0.01, global_clipnorm=0.1
+)
+
+
+@pytest.mark.worth_seconds(10)
+@pytest.mark.parametrize("shape", [(2, 2), (1, 4), (4, 1)], ids=["2x2", "1x4", "4x1"])
+def test_grouped_heads_are_those_of_one_device(grouped_on_one_device, shape):
+    """The two heads of keys and values cannot be cut into four: they stay whole, while
+    queries are cut. The last batch is one row."""
+    one, losses = grouped_on_one_device
+    strategy = grid(shape, BLOCK_RULES)
+    model, own_losses = trained(
+        strategy, lambda: block(is_grouped=True), ADAMW, sentences(25)
+    )
+    key = next(w for w in model.weights if w.path == "attention/key/kernel")
+    assert hasattr(key.value, "layout") == (shape == (2, 2))
+    # Adam's steps, with a decay that is the same on both.
+    distance = largest_distance(one.get_weights(), model.get_weights())
+    assert distance < bound_of(one, "global")
+    np.testing.assert_allclose(own_losses, losses, rtol=1e-5)
 
 
 def layer_alone(layer, rule, axes, inputs, shape=(2, 2)):

@@ -1,5 +1,7 @@
 """Programs with weights in blocks: each trains as on one device, or is refused."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -382,3 +384,62 @@ def test_two_axes_beside_the_batch():
     one = fit(compiled(strategy_of(1)))
     bound = rounding_bound(one, 8, 12, 8.0, 10.0)
     assert largest_distance(one.get_weights(), model.get_weights()) < bound
+
+
+def of_images(normalization):
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((6, 6, 2))
+    x = layers.Conv2D(4, 3, use_bias=False, name="conv")(inputs)
+    x = layers.Activation("tanh")(normalization(momentum=0.8, name="norm")(x))
+    x = layers.Dense(8, "gelu", name="up")(layers.GlobalAveragePooling2D()(x))
+    return keras.Model(inputs, layers.Dense(5, name="head")(x))
+
+
+IMAGE_RULES = {
+    "conv/kernel": (None, None, None, "model"),
+    "norm/(gamma|beta)": ("model",),
+    "up/kernel": (None, "model"),
+    "up/bias": ("model",),
+    "head/kernel": ("model", None),
+}
+SYNCHRONIZED = {
+    "tfdp": tfdp.layers.SyncBatchNormalization,
+    "Keras": functools.partial(layers.BatchNormalization, synchronized=True),
+}
+
+
+def fit_images(strategy, normalization, rows):
+    drawn = np.random.default_rng(2)
+    x = drawn.normal(size=(rows, 6, 6, 2)) * drawn.uniform(0.2, 3.0, (rows, 1, 1, 1))
+    y = drawn.integers(0, 5, rows)
+    sgd = lambda: keras.optimizers.SGD(0.05, momentum=0.9)  # noqa: E731
+    model = compiled(strategy, lambda: of_images(normalization), sgd)
+    model.fit(x, y, batch_size=12, epochs=2, shuffle=False, verbose=0)
+    return model
+
+
+@functools.cache
+def images_on_one_device(rows):
+    return fit_images(strategy_of(1), layers.BatchNormalization, rows)
+
+
+@pytest.mark.worth_seconds(10)
+@pytest.mark.parametrize("shape", [(2, 2), (1, 4), (4, 1)], ids=["2x2", "1x4", "4x1"])
+@pytest.mark.parametrize("kind, rows", [("tfdp", 21), ("tfdp", 25), ("Keras", 21)])
+def test_convolutions_with_batch_normalization(shape, kind, rows):
+    """The last batch is 9 rows, or 1, for four replicas."""
+    one = images_on_one_device(rows)
+    model = fit_images(grid(shape, IMAGE_RULES), SYNCHRONIZED[kind], rows)
+    # Gradients are below 2 before they pass the normalization, which divides by
+    # deviations of 0.2 and more: 10. Up to six steps of 12 images of 16 places, times
+    # 0.5 (momentum 0.9).
+    bound = rounding_bound(one, 6, 12 * 16, 10.0, 0.5)
+    assert bound < 1e-3
+    distance = largest_distance(one.get_weights(), model.get_weights())
+    assert distance < bound
+
+
+def test_each_replicas_own_statistics_are_farther_than_that_bound():
+    one = images_on_one_device(21)
+    own = fit_images(grid((2, 2), IMAGE_RULES), layers.BatchNormalization, 21)
+    assert largest_distance(one.get_weights(), own.get_weights()) > 1e-2

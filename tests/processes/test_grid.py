@@ -23,7 +23,10 @@ MESHES = {
     "2x4-parameters": (4, (4, 2), "parameters", "auto"),
     "2x2-tensorflow": (2, (2, 2), "none", "tensorflow"),
 }
-IN_TEST = {"2x2": ("momentum-48", "global-14", "LAMB-14"), "2x4": ("momentum-14",)}
+IN_TEST = {
+    "2x2": ("momentum-48", "global-14", "LAMB-14", "AdamW-14"),
+    "2x4": ("momentum-14",),
+}
 ROWS = [
     pytest.param(
         mesh,
@@ -155,6 +158,8 @@ def test_files_of_hosts_with_a_mesh_hold_whole_weights(tmp_path):
     hosts = tfdp.checkpoint.Checkpoint(tmp_path / "of hosts")
     assert hosts.restore(restored).step == 4
     assert_same(grid_hosts.state_of(restored), trained)
+    alone = keras.models.load_model(tmp_path / "alone.keras")
+    assert_same(grid_hosts.state_of(alone), trained)
     for rank, output in enumerate(outputs):
         assert_same(read(tmp_path / f"read.{rank}.npz"), state)
         assert_same(read(tmp_path / f"trained.{rank}.npz"), trained)

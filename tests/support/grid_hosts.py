@@ -26,6 +26,9 @@ OPTIMIZERS = {
     "accumulation": lambda: keras.optimizers.Adam(
         0.01, epsilon=1e-3, clipnorm=0.05, gradient_accumulation_steps=2
     ),
+    "AdamW": lambda: keras.optimizers.AdamW(
+        0.01, epsilon=1e-3, weight_decay=0.01, global_clipnorm=0.1
+    ),
 }
 #: By rows: 48 divide, and 14 leave replicas without one.
 ROWS = (48, 14)
@@ -111,6 +114,8 @@ def files(folder):
     print("compared", check.checks, len(check.drifts), flush=True)
     np.savez(folder / f"trained.{rank}.npz", **state_of(model))
     model.save(folder / f"model.{rank}.keras")
+    if rank == 0:  # each host has all parts: one alone waits for nobody
+        model.save(folder / "alone.keras")
     model.export(folder / f"served.{rank}", verbose=False)
     files = tfdp.checkpoint.Checkpoint(folder / "of hosts")
     files.save(model, step=4)
