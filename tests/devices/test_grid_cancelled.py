@@ -6,19 +6,20 @@ import pytest
 import tensorflow as tf
 
 from tests.support.grids import HIDDEN, grid, rows_of, trained
+from tests.support.lint_programs import strategy_of
 from tests.support.parity import largest_distance, rounding_bound
 from tfdp.grid.cancelled import rows_behind
 from tfdp.grid.kinds import layers_in_parts
-from tfdp.grid.updates import layout_of
+from tfdp.grid.updates import StepInParts, layout_of
 
 # Models without some of the layers that the rules are for.
 pytestmark = pytest.mark.filterwarnings("ignore::tfdp.errors.LayoutWarning")
 
 layers, ops = keras.layers, keras.ops
 RULES = {
-    "(up|gate)/kernel": (None, "model"),
-    "gate/bias": ("model",),
-    "down/kernel": ("model", None),
+    ".*(up|gate)/kernel": (None, "model"),
+    ".*gate/bias": ("model",),
+    ".*down/kernel": ("model", None),
 }
 
 
@@ -73,6 +74,45 @@ def of_whole_features(hidden, inputs):
     return layers.Add()([hidden, layers.Dense(HIDDEN, name="other")(inputs)])
 
 
+class OfState(layers.Layer):
+    """Multiplies by a number that it has stored of a replica's own rows."""
+
+    def build(self, shape):
+        self.state = self.add_weight(shape=(), initializer="ones", trainable=False)
+
+    def call(self, hidden, inputs):
+        self.state.assign(ops.mean(ops.abs(inputs)))
+        return hidden * self.state
+
+
+class OneDraw(layers.Layer):
+    """Multiplies all entries by one random number."""
+
+    def __init__(self):
+        super().__init__()
+        self.seed = keras.random.SeedGenerator(5)
+
+    def call(self, hidden):
+        return hidden * keras.random.uniform((), seed=self.seed)
+
+
+@tf.custom_gradient
+def clipped_by_row(hidden):
+    """The rows themselves; their gradients are clipped by their norms."""
+    return tf.identity(hidden), lambda up: tf.clip_by_norm(up, 0.02, axes=[-1])
+
+
+def gated_by_one_row(hidden, inputs):
+    gate = layers.Dense(HIDDEN, "sigmoid", name="gate")
+    row = np.ones((1, 12), "float32")
+    return Call(lambda h: h * gate(row))(hidden)
+
+
+def gated_by_other_rows(hidden, inputs):
+    gate = layers.Dense(HIDDEN, "sigmoid", name="gate")
+    return layers.Multiply()([hidden, gate(Call(lambda x: x[::-1])(inputs))])
+
+
 CANCELS = {
     "nothing": between(),
     "gelu": between(activation="gelu"),
@@ -116,6 +156,18 @@ KEEPS = {
     "other features": between(of_whole_features),
     "read by another layer": between(outputs=True),
     "a penalty": between(loss="l2"),
+    "number of features": between(calls(lambda h: h * h.shape[-1] ** -0.5)),
+    "a gradient by rows": between(calls(clipped_by_row)),
+    "one draw": between(then(OneDraw)),
+    "one draw for each row": between(
+        then(lambda: layers.Dropout(0.5, noise_shape=(None, 1)))
+    ),
+    "one draw for each feature": between(
+        then(lambda: layers.Dropout(0.5, noise_shape=(1, None)))
+    ),
+    "a state": between(lambda hidden, inputs: OfState()(hidden, inputs)),
+    "one row of another column": between(gated_by_one_row),
+    "other rows of another column": between(gated_by_other_rows),
 }
 
 
@@ -124,7 +176,7 @@ def behind_in(build):
     strategy = grid((2, 2), RULES)
     with strategy.scope():
         model = build()
-    found = layers_in_parts(model.layers, layout_of)
+    found = layers_in_parts(model._flatten_layers(), layout_of)
     assert {one.layer.name for one in found} >= {"up", "down"}
     spec = tf.TensorSpec((None, 12), tf.float32)
     behind = rows_behind(model, found, spec, True)
@@ -163,13 +215,100 @@ def test_one_of_two_rows_that_cannot_keeps_the_column_and_the_other():
     assert behind_in(build) == {}
 
 
+class Block(layers.Layer):
+    """A column and a row, which the first call builds."""
+
+    def __init__(self, keeps=False):
+        super().__init__(name="block")
+        self.up = layers.Dense(HIDDEN, "gelu", name="up")
+        self.down = layers.Dense(5, name="down")
+        self.keeps = keeps
+
+    def call(self, inputs):
+        hidden = self.up(inputs)
+        if self.keeps:
+            self.hidden = hidden
+        return self.down(hidden)
+
+
+class WithOwnLoss(keras.Model):
+    """A model whose loss computes features once more."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, *args, **kwargs):
+        loss = super().compute_loss(x, y, y_pred, *args, **kwargs)
+        return loss + 0.1 * ops.mean(ops.square(self.get_layer("block").up(x)))
+
+
+def of_block(keeps=False, kind=keras.Model):
+    def build():
+        keras.utils.set_random_seed(3)
+        inputs = keras.Input((12,))
+        return kind(inputs, Block(keeps)(inputs))
+
+    return build
+
+
+@pytest.mark.parametrize(
+    "build, expected",
+    [
+        (of_block(), {"up": ["down"]}),
+        (of_block(keeps=True), {}),
+        (of_block(kind=WithOwnLoss), {}),
+    ],
+    ids=["built by its first call", "kept", "own loss"],
+)
+def test_what_a_loss_could_read_does_not(build, expected):
+    assert behind_in(build) == expected
+
+
+def test_layers_that_a_first_call_builds_compute_in_parts():
+    strategy = grid((2, 2), RULES)
+    with strategy.scope():
+        model = of_block()()
+        model.compile("sgd", LOSS, jit_compile=False)
+    plans = []
+    begin = strategy.extended.shards.begin
+
+    def noting(call):
+        begin(call)
+        plans.append(call.step.of(StepInParts))
+
+    strategy.extended.shards.begin = noting
+    model.train_on_batch(*rows_of(16))
+    assert {one.layer.name for one in plans[0].found} == {"up", "down"}
+
+
+def squares_of_features(model):
+    """A loss that calls a layer of the model again."""
+    up = model.get_layer("block").up
+    x, _ = rows_of(16)
+    of_rows = keras.losses.sparse_categorical_crossentropy
+    return lambda y, outputs: (
+        of_rows(y, outputs, from_logits=True) + ops.mean(ops.square(up(x)))
+    )
+
+
+def test_a_column_that_a_loss_calls_again_is_complete():
+    """The region of the model's own call has ended: whole features come out."""
+    found = []
+    for rules in (None, RULES):
+        strategy = strategy_of(1) if rules is None else grid((2, 2), rules)
+        with strategy.scope():
+            model = of_block()()
+            model.compile("sgd", squares_of_features(model), jit_compile=False)
+        model.train_on_batch(*rows_of(16))
+        found.append(model.get_weights())
+    # One step of 16 rows with gradients below 8, times 0.01.
+    assert largest_distance(*found) < rounding_bound(model, 1, 16, 8.0, 0.01)
+
+
 def trained_apart(change=lambda model: None):
     """The weights after steps on arrays of one size, with and without parts.
 
     A number of a replica's own rows is not one device's: both have four replicas.
     """
     rules = {rule: axes for rule, axes in RULES.items() if "gate" not in rule}
-    rules["up/kernel"] = (None, "model")
+    rules[".*up/kernel"] = (None, "model")
     x, y = rows_of(16)
     found = []
     for cut in ({}, rules):
@@ -210,7 +349,7 @@ def test_weights_are_those_of_one_device(name):
     build = {**CANCELS, **KEEPS}[name]
     data = rows_of(26)
     one, losses = trained(None, build, data=data)
-    rules = {rule: axes for rule, axes in RULES.items() if rule != "gate/bias"}
+    rules = {rule: axes for rule, axes in RULES.items() if rule != ".*gate/bias"}
     strategy = grid((2, 2), RULES if name == "gated" else rules)
     model, own_losses = trained(strategy, build, data=data)
     # Six steps of 12 rows with gradients below 8, times 1 (momentum 0.9).

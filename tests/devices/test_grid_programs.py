@@ -399,7 +399,6 @@ IMAGE_RULES = {
     "conv/kernel": (None, None, None, "model"),
     "norm/(gamma|beta)": ("model",),
     "up/kernel": (None, "model"),
-    "up/bias": ("model",),
     "head/kernel": ("model", None),
 }
 SYNCHRONIZED = {

@@ -22,6 +22,7 @@ from tfdp.grid.kinds import InParts
 from tfdp.grid.moved_rows import RowMover, RowsOfGroup
 from tfdp.seams.replace import Override, around, instead
 from tfdp.seams.table import checked_versions
+from tfdp.tracing.rows import OwnParts
 
 ops = keras.ops
 
@@ -146,6 +147,8 @@ def _column(
 def _part_of(bias: Any, axis: int | None, mover: RowMover) -> Any:
     """The member's part of a whole bias, as a tensor: others' elements get gradient 0,
     and the plain sum over all replicas is right."""
+    # Each member's gradient is for the rows of all: also that of one without rows.
+    mover.trace.of(OwnParts).of_group.add(id(stored_value(bias)))
     whole = ops.convert_to_tensor(bias)
     if axis is None:
         return whole

@@ -25,6 +25,7 @@ from tfdp.seams.replace import Override
 from tfdp.sharding.updates import ShardUpdates
 from tfdp.sharding.variables import LocalShardVariable, ShardedVariable
 from tfdp.tracing.keras_steps import is_stock_step, name_of_step
+from tfdp.tracing.rows import OwnParts
 from tfdp.tracing.step import current_step
 from tfdp.variables.in_shards import InShards
 
@@ -140,15 +141,16 @@ class GridUpdates(ShardUpdates):
 
     def read(self, variable: ShardedVariable, rank: Any) -> tf.Tensor:
         """The whole variable, or its part along an axis while a layer computes so."""
-        step = self._strategy.extended.current_step
-        in_use = step.trace(rank).of(PartsInUse)
-        along = in_use.along.get(id(variable))
-        if along is None:
+        trace = self._strategy.extended.current_step.trace(rank)
+        in_use = trace.of(PartsInUse)
+        along, layout = in_use.along.get(id(variable)), variable.update_layout
+        if along is not None:
+            in_use.read.add(id(variable))
+            layout = variable.layout.block_along(along)
+        elif id(variable) not in trace.of(OwnParts).of_group:
             return super().read(variable, rank)
-        in_use.read.add(id(variable))
-        block = variable.layout.block_along(along)
         # No dummy row is among the rows of the group.
-        return self.read_from(variable, block, rank, lambda gradient: gradient)
+        return self.read_from(variable, layout, rank, lambda gradient: gradient)
 
 
 def layout_of(weight: keras.Variable) -> MeshLayout | None:

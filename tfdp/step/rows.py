@@ -27,6 +27,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdp._private.keras_layers import stored_value
 from tfdp._private.keras_models import (
     layers_within,
     loss_trackers,
@@ -46,7 +47,14 @@ from tfdp.tracing.keras_steps import (
     is_stock_step,
     name_of_step,
 )
-from tfdp.tracing.rows import DummyRows, PaddedLoss, Rows, find_padded, without_padding
+from tfdp.tracing.rows import (
+    DummyRows,
+    OwnParts,
+    PaddedLoss,
+    Rows,
+    find_padded,
+    without_padding,
+)
 from tfdp.tracing.state_checks import (
     handles_of,
     has_same_rows,
@@ -88,6 +96,7 @@ def _apply(
     if step.is_updating:  # called by another optimizer, with reduced gradients
         return apply(gradients, trainable_variables)
     rank = current_rank()
+    of_group = step.trace(rank).of(OwnParts).of_group
     stored = handles_of(step.trace(rank).of(LocalState).variables.values(), rank)
     own = as_tensors(gradients)
     built_with = trainable_variables or variables_built_with(optimizer)
@@ -95,6 +104,9 @@ def _apply(
     for place, (gradient, variable) in enumerate(zip(own, variables, strict=True)):
         if gradient is None or step.is_own_gradient(rank, gradient):
             continue
+        if isinstance(variable, keras.Variable):
+            if id(stored_value(variable)) in of_group:
+                continue
         # Shards of sums were reduced already, without dummy rows.
         if variable is not None and is_shard_of_sum(variable, rank, gradient):
             continue

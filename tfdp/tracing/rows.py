@@ -209,10 +209,13 @@ class OwnParts:
         gradients from other replicas' losses.
       are_summed: whether what the replica sums excludes dummy rows already, so that
         nothing else takes them out. Replicas that create variables take turns.
+      of_group: the ids of stored weights that the replica uses for rows of its group:
+        dummy rows are not among these, and its gradients are for rows of others too.
     """
 
     are_mixed: bool = False
     are_summed: bool = False
+    of_group: set[int] = dataclasses.field(default_factory=set)
 
 
 def parts_of_batch(
