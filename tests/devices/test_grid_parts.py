@@ -18,6 +18,8 @@ from tests.support.grids import (
 from tests.support.parity import UNIT_ROUND_OFF, largest_distance, rounding_bound
 from tfdp.exchange.in_process import InProcess
 from tfdp.exchange.traffic import TrafficMeter
+from tfdp.grid.kinds import kinds_in
+from tfdp.grid.updates import layout_of as block_layout
 
 # Models without some of the layers that the rules are for.
 pytestmark = pytest.mark.filterwarnings("ignore::tfdp.errors.LayoutWarning")
@@ -373,3 +375,55 @@ def test_a_step_of_ones_own_with_replicas_without_rows():
     distance = largest_distance(one.get_weights(), model.get_weights())
     assert distance < bound_of(one, "momentum")
     np.testing.assert_allclose(own_losses, losses, rtol=1e-5)
+
+
+class Normalized(layers.Dense):
+    """A layer with the `call` of Keras and a kernel of its own."""
+
+    @property
+    def kernel(self):
+        kernel = super().kernel
+        return kernel / ops.sqrt(1e-3 + ops.sum(ops.square(kernel)))
+
+
+class AcrossHeads(layers.MultiHeadAttention):
+    """An attention whose heads see each other."""
+
+    def _masked_softmax(self, scores, mask=None):
+        weights = super()._masked_softmax(scores, mask)
+        return weights / (1e-3 + ops.sum(weights, axis=1, keepdims=True))
+
+
+def adapted():
+    layer = layers.Dense(8, name="own")
+    call = layer.call
+    layer.call = lambda inputs, training=None: call(ops.tanh(inputs))
+    return layer
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: Normalized(8, name="own"), "Normalized has a kernel of its own"),
+        (adapted, "Dense has a call of its own"),
+    ],
+    ids=["kernel", "call"],
+)
+def test_a_layer_with_code_of_its_own_gathers(make, words):
+    rules = {".*own/kernel": (None, "model")}
+    with grid((2, 2), rules).scope():
+        model = keras.Sequential([keras.Input((12,)), make()])
+    [found] = kinds_in(model.layers, block_layout).values()
+    assert found.why == words
+
+
+def test_an_attention_with_code_of_its_own_does_not_compute_by_heads():
+    rules = {
+        "own/(query|key|value)/kernel": (None, "model", None),
+        "own/attention_output/kernel": ("model", None, None),
+    }
+    with grid((2, 2), rules).scope():
+        words = keras.Input((6, 12))
+        model = keras.Model(words, AcrossHeads(4, 3, name="own")(words, words))
+    found = kinds_in(model._flatten_layers(), block_layout)
+    assert {one.name for one in found.values()} == {"column", "row"}

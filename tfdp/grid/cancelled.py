@@ -10,7 +10,7 @@ cancels.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -120,9 +120,19 @@ def _origin(tensor: tf.Tensor) -> tf.Tensor:
 def _kept(model: keras.Model, graph: Any) -> Iterator[str]:
     """The names of tensors that layers have kept, for a loss or a callback to read."""
     for layer in layers_within(model):
-        for value in tf.nest.flatten([*vars(layer).values()]):
+        for value in _leaves([*vars(layer).values()]):
             if isinstance(value, tf.Tensor) and getattr(value, "graph", None) is graph:
                 yield value.name
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple | set):
+        for one in value:
+            yield from _leaves(one)
+    else:
+        yield value
 
 
 class _Noted(dict[int, list[tf.Tensor]]):
