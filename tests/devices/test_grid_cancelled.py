@@ -171,7 +171,7 @@ KEEPS = {
 }
 
 
-def behind_in(build):
+def behind_in(build, may_draw=True):
     """The names of layers, by the column that keeps its parts for them."""
     strategy = grid((2, 2), RULES)
     with strategy.scope():
@@ -179,7 +179,7 @@ def behind_in(build):
     found = layers_in_parts(model._flatten_layers(), layout_of)
     assert {one.layer.name for one in found} >= {"up", "down"}
     spec = tf.TensorSpec((None, 12), tf.float32)
-    behind = rows_behind(model, found, spec, True)
+    behind = rows_behind(model, found, spec, True, may_draw)
     names = {id(one.layer): one.layer.name for one in found}
     return {names[key]: [row.name for row in rows] for key, rows in behind.items()}
 
@@ -193,6 +193,11 @@ def test_what_treats_entries_one_by_one_cancels(name):
 @pytest.mark.parametrize("name", KEEPS)
 def test_what_looks_at_several_entries_does_not(name):
     assert behind_in(KEEPS[name]) == {}
+
+
+def test_a_draw_that_all_replicas_share_does_not():
+    """All parts of the features would get the same mask."""
+    assert behind_in(CANCELS["dropout"], may_draw=False) == {}
 
 
 def test_a_layer_that_is_called_twice_does_not():

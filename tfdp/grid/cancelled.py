@@ -28,18 +28,24 @@ READ = ("compute_loss", "_compute_loss", "compute_metrics")
 
 
 def rows_behind(
-    model: keras.Model, found: Sequence[InParts], inputs: Any, training: bool
+    model: keras.Model,
+    found: Sequence[InParts],
+    inputs: Any,
+    training: bool,
+    may_draw: bool = True,
 ) -> dict[int, tuple[Any, ...]]:
     """The row layers that read a column's parts, by the id of each that cancels.
 
     `inputs`: the specs of the model's inputs, for any number of rows: what a model
     computes from that number must not look like a constant; nor may the number of a
-    column's features, of which a member has a part.
+    column's features, of which a member has a part. `may_draw`: see `Entrywise`.
     """
     kind = type(model)
     if any(getattr(kind, name) is not getattr(keras.Model, name) for name in READ):
         return {}  # it may read features, or call layers, where no trace sees it
-    trace = functools.partial(_traced, model, inputs=inputs, training=training)
+    trace = functools.partial(
+        _traced, model, inputs=inputs, training=training, may_draw=may_draw
+    )
     try:
         return trace(found)
     except Exception:
@@ -57,6 +63,7 @@ def _traced(
     found: Sequence[InParts],
     inputs: Any,
     training: bool,
+    may_draw: bool,
     hides: bool = True,
 ) -> dict[int, tuple[Any, ...]]:
     """`rows_behind` by one trace; `hides`: the number of features is unknown in it."""
@@ -83,7 +90,7 @@ def _traced(
         if rows_of[key].shape[0] is None  # else it is no batch of rows
     }
     ends = {tensor.name: key for key, tensor in taken.once(graph).items()}
-    walk = Entrywise(graph, sources, ends)
+    walk = Entrywise(graph, sources, ends, may_draw)
     reached = {ends[name]: features for name, features in walk.reached.items()}
     for key, features in reached.items():
         alongs = {columns[column].along for column in features.sources}

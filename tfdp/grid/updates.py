@@ -120,8 +120,10 @@ class GridUpdates(ShardUpdates):
         if not found or not is_stock_step(call.fn):
             return {}
         training = name_of_step(call.fn) == "train_step"
+        may_draw = bool(self._strategy.given["draws_per_replica"])
         try:
-            return rows_behind(call.model, found, call.model_inputs(), training)
+            inputs = call.model_inputs()
+            return rows_behind(call.model, found, inputs, training, may_draw)
         except Exception:
             # A model that runs in replicas only (tfdp.remat, exchanges of its own), or
             # that takes no plain tensors, is not traced here: nothing is proved.

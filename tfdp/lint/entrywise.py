@@ -56,11 +56,18 @@ class Entrywise:
         features, in the sources, are unknown: neither can become a constant.
       sources: by the names of tensors: their features.
       ends: the names of tensors behind which nothing is followed.
+      may_draw: whether replicas draw different numbers: else all parts of the features
+        would get the same ones.
     """
 
     def __init__(
-        self, graph: Any, sources: Mapping[str, Features], ends: Collection[str]
+        self,
+        graph: Any,
+        sources: Mapping[str, Features],
+        ends: Collection[str],
+        may_draw: bool = True,
     ):
+        self._draws = DRAWS if may_draw else frozenset()
         self._features: dict[str, Features] = {}
         #: By the names of ends: the features that have come there.
         self.reached: dict[str, Features] = {}
@@ -112,7 +119,9 @@ class Entrywise:
         first = given[0]
         sources = frozenset().union(*(one.sources for one in given))
         if any(one.is_shape for one in given):
-            is_draw = op.type in DRAWS and tracked[0] is not None and len(given) == 1
+            is_draw = (
+                op.type in self._draws and tracked[0] is not None and len(given) == 1
+            )
             return dataclasses.replace(first, is_shape=False) if is_draw else None
         if op.type == "Shape":
             return dataclasses.replace(first, is_shape=True)
