@@ -1,6 +1,7 @@
 """Rows on the move within a group of replicas that share the parts of a weight.
 
-Each exchange has a gradient, which moves as many bytes back:
+Each exchange has another as its gradient, which moves as many bytes back. So gradients
+of gradients, of any order, are exchanges too:
 
     gather         own rows -> rows of all           gradient: sums of rows, to owners
     to_features    own rows -> all rows' own features           gradient: to_rows
@@ -13,7 +14,7 @@ Dummy rows stay at home: they enter no exchange, and leave it as zeros.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -66,24 +67,14 @@ class RowMover:
         return gathered[key]
 
     def _gather(self, own: tf.Tensor) -> RowsOfGroup:
-        whole, sizes = self._exchanged(
-            own,
-            lambda real: [real] * self.members,
-            lambda upstream, sizes: sum_in_order(
-                self._swap(self._split(upstream, sizes))
-            ),
-        )
+        whole, sizes = self._to_all(self._rows.real_rows(own))
         whole.set_shape([None, *own.shape[1:]])
         register([whole, sizes], OF_ALL)
         return RowsOfGroup(whole, sizes, own)
 
     def to_features(self, own: tf.Tensor, axis: int) -> RowsOfGroup:
         """All members' rows, of which `axis` has this member's part only."""
-        whole, sizes = self._exchanged(
-            own,
-            lambda real: tf.split(real, self.members, axis=axis),
-            lambda upstream, sizes: self._to_rows(upstream, sizes, axis),
-        )
+        whole, sizes = self._to_all(self._rows.real_rows(own), axis)
         shape = [None, *own.shape[1:]]
         shape[axis] = own.shape[axis] // self.members
         whole.set_shape(shape)
@@ -92,58 +83,52 @@ class RowMover:
 
     def sum_to_owners(self, partial: tf.Tensor, rows: RowsOfGroup) -> tf.Tensor:
         """The sums over the members, each row at its owner."""
-        name = name_of_gradient()
-
-        @tf.custom_gradient
-        def add(partial: tf.Tensor) -> Any:
-            def gradient(upstream: tf.Tensor) -> tf.Tensor:
-                with exchanges_of(name):
-                    return self._joined(self._swap([upstream] * self.members))
-
-            return sum_in_order(self._swap(self._split(partial, rows.sizes))), gradient
-
-        return self._at_home(add(partial), rows.own)
+        return self._at_home(self._to_owners(partial, rows.sizes), rows.own)
 
     def to_rows(self, part: tf.Tensor, rows: RowsOfGroup, axis: int) -> tf.Tensor:
         """Own rows, with the parts of all members along `axis`."""
-        name = name_of_gradient()
+        return self._at_home(self._to_owners(part, rows.sizes, axis), rows.own)
 
-        @tf.custom_gradient
-        def move(part: tf.Tensor) -> Any:
-            def gradient(upstream: tf.Tensor) -> tf.Tensor:
-                with exchanges_of(name):
-                    pieces = tf.split(upstream, self.members, axis=axis)
-                    return self._joined(self._swap(pieces))
-
-            return self._to_rows(part, rows.sizes, axis), gradient
-
-        return self._at_home(move(part), rows.own)
-
-    def _exchanged(
-        self,
-        own: tf.Tensor,
-        outgoing: Callable[[tf.Tensor], Sequence[tf.Tensor]],
-        backward: Callable[[tf.Tensor, tf.Tensor], tf.Tensor],
+    def _to_all(
+        self, real: tf.Tensor, axis: int | None = None
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """The pieces that all members send, joined, and the rows of each."""
+        """All members' rows, of `axis` the own part, and how many each member has."""
         name = name_of_gradient()
 
         @tf.custom_gradient
         def exchange(real: tf.Tensor) -> Any:
-            pieces = self._swap(outgoing(real))
+            if axis is None:
+                pieces = self._swap([real] * self.members)
+            else:
+                pieces = self._swap(tf.split(real, self.members, axis=axis))
             sizes = tf.stack([tf.shape(piece)[0] for piece in pieces])
 
             def gradient(upstream: tf.Tensor, _: Any = None) -> tf.Tensor:
                 with exchanges_of(name):
-                    return backward(upstream, sizes)
+                    return self._to_owners(upstream, sizes, axis)
 
             return (self._joined(pieces), sizes), gradient
 
-        whole, sizes = exchange(self._rows.real_rows(own))
+        whole, sizes = exchange(real)
         return whole, tf.ensure_shape(sizes, [self.members])
 
-    def _to_rows(self, part: tf.Tensor, sizes: tf.Tensor, axis: int) -> tf.Tensor:
-        return self._joined(self._swap(self._split(part, sizes)), axis)
+    def _to_owners(
+        self, tensor: tf.Tensor, sizes: tf.Tensor, axis: int | None = None
+    ) -> tf.Tensor:
+        """Own rows of all members' tensors: their sums, or joined along `axis`."""
+        name = name_of_gradient()
+
+        @tf.custom_gradient
+        def exchange(tensor: tf.Tensor) -> Any:
+            def gradient(upstream: tf.Tensor) -> tf.Tensor:
+                with exchanges_of(name):
+                    return self._to_all(upstream, axis)[0]
+
+            pieces = self._swap(self._split(tensor, sizes))
+            own = sum_in_order(pieces) if axis is None else self._joined(pieces, axis)
+            return own, gradient
+
+        return exchange(tensor)
 
     def _split(self, tensor: tf.Tensor, sizes: tf.Tensor) -> list[tf.Tensor]:
         with tf.device(self._device):
