@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -337,8 +338,7 @@ def module_of_gradient(op: tf.Operation) -> str:
     try:
         function = gradient_registry.lookup(op.get_attr("_gradient_op_type"))
         for name in ("tape_grad_fn", "grad_fn"):  # one within the other
-            names = function.__code__.co_freevars
-            function = function.__closure__[names.index(name)].cell_contents
-    except (ValueError, LookupError, AttributeError, TypeError):
+            function = inspect.getclosurevars(function).nonlocals[name]
+    except (ValueError, LookupError, TypeError):
         return ""
-    return str(function.__module__)
+    return str(getattr(function, "__module__", ""))

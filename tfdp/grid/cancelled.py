@@ -20,7 +20,7 @@ from tfdp._private.keras_layers import projections_of
 from tfdp._private.keras_models import layers_within
 from tfdp.grid.kinds import InParts
 from tfdp.grid.parts import product
-from tfdp.lint.entrywise import Entrywise, Features
+from tfdp.lint.entrywise import Entrywise, Features, origin_of
 from tfdp.seams.replace import Override, around, overridden
 
 #: Methods of a model that a step of Keras' calls beside the model itself.
@@ -83,7 +83,7 @@ def _traced(
     with tf.init_scope(), overridden(overrides):
         traced = tf.function(lambda x: model(x, training=training), autograph=False)
         graph = traced.get_concrete_function(inputs).graph
-    rows_of = {key: _origin(tensor) for key, tensor in given.once(graph).items()}
+    rows_of = {key: origin_of(tensor) for key, tensor in given.once(graph).items()}
     sources = {
         tensor.name: Features(columns[key].feature_axis, frozenset([key]))
         for key, tensor in made.once(graph).items()
@@ -115,13 +115,6 @@ def _lose_together(lost: set[int], groups: Sequence[frozenset[int]]) -> None:
         for group in groups:
             if group & lost:
                 lost |= group
-
-
-def _origin(tensor: tf.Tensor) -> tf.Tensor:
-    """The tensor of which it is a copy, perhaps of another type."""
-    while tensor.op.type in ("Cast", "Identity"):
-        tensor = tensor.op.inputs[0]
-    return tensor
 
 
 def _kept(model: keras.Model, graph: Any) -> Iterator[str]:

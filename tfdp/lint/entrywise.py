@@ -161,3 +161,10 @@ def _is_repeated(op: tf.Operation) -> bool:
         return True
     calls = any(attribute.type == "func" for attribute in op.op_def.attr)
     return not (op.op_def.is_stateful or calls or "Random" in op.type)
+
+
+def origin_of(tensor: tf.Tensor) -> tf.Tensor:
+    """The tensor of which it is a copy, perhaps of another type."""
+    while tensor.op.type in ("Cast", "Identity"):
+        tensor = tensor.op.inputs[0]
+    return tensor
