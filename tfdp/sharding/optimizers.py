@@ -68,13 +68,13 @@ def check_shardable(optimizer: Optimizer) -> None:
         definer_of(optimizer, "update_step").__name__,
         "If its update of an element needs that element only, set the class attribute "
         "is_elementwise = True; if it needs the whole of each weight, "
-        "needs_whole_matrix = True.",
+        "needs_whole_matrix = True (which no rule of layout= may then cut).",
     )
     raise ConfigurationError(
         f"The optimizer {type(optimizer).__name__} cannot update shards: its "
-        f"update_step may need whole tensors. {advice} Or use shard='none'. Allowed: "
-        f"{', '.join(ELEMENTWISE)}, AdamW, {', '.join(OF_KERAS)}, tfdp.optimizers.LARS "
-        "and LAMB."
+        f"update_step may need whole tensors. {advice} Or use shard='none' "
+        f"without layout=. Allowed: {', '.join(ELEMENTWISE)}, AdamW, "
+        f"{', '.join(OF_KERAS)}, tfdp.optimizers.LARS and LAMB."
     )
 
 
@@ -95,12 +95,12 @@ def check_own_hooks(optimizer: Optimizer) -> None:
             f"The optimizer {type(optimizer).__name__} cannot update shards: its own "
             f"{own} may need whole gradients, of which each replica has a shard. If it "
             "treats each element independently, set the class attribute "
-            "is_elementwise = True. Or use shard='none'."
+            "is_elementwise = True. Or use shard='none' without layout=."
         )
     if is_own(optimizer, hooks.AVERAGE):
         raise ConfigurationError(
             f"The optimizer {type(optimizer).__name__} cannot update shards: its own "
-            f"{hooks.AVERAGE} would not be called. Use shard='none'."
+            f"{hooks.AVERAGE} would not be called. Use shard='none' without layout=."
         )
 
 
