@@ -6,7 +6,8 @@ import tensorflow as tf
 
 import tfdp
 from tests.support.grids import HIDDEN, VOCABULARY, WORDS, grid, rows_of
-from tests.support.parity import largest_distance, rounding_bound
+from tests.support.parity import largest_distance, make_strategy, rounding_bound
+from tfdp.errors import CollectiveError
 from tfdp.exchange.in_process import InProcess
 
 # Models without some of the layers that the rules are for.
@@ -137,3 +138,35 @@ def test_a_gradient_penalty_is_that_of_one_device(name, monkeypatch):
         distance = largest_distance(one.get_weights(), model.get_weights())
         assert distance < bound, shape
     assert bool(swaps) == (name != "gathered")
+
+
+class PenaltyOfWeights(keras.Model):
+    """Adds the squares of the loss's gradients with respect to the weights."""
+
+    def train_step(self, data):
+        x, y = data
+        weights = self.trainable_variables
+        with tf.GradientTape() as tape:
+            with tf.GradientTape() as inner:
+                errors = tf.square(self(x, training=True) - y)
+                loss = tfdp.losses.local_mean(tf.reduce_mean(errors))
+            slopes = inner.gradient(loss, weights)
+            loss += tf.add_n([tf.reduce_sum(tf.square(one)) for one in slopes])
+        tape.gradient(loss, weights)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("option", ["layout", "shard"])
+def test_a_penalty_on_gradients_of_parts_is_refused(option):
+    """The sum over replicas would have been taken for a constant."""
+    make = {
+        "layout": lambda: grid((2, 2), RULES),
+        "shard": lambda: make_strategy(2, shard="parameters"),
+    }[option]
+    with make().scope():
+        inputs = keras.Input((12,))
+        model = PenaltyOfWeights(inputs, layers.Dense(12, name="up")(inputs))
+        model.compile("sgd", jit_compile=False)
+    x, _ = rows_of(ROWS)
+    with pytest.raises(CollectiveError, match="all_sum of each gradient"):
+        model.fit(x, x, batch_size=BATCH, verbose=0)

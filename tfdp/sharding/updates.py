@@ -30,6 +30,7 @@ from tfdp.sharding.variables import (
     ShardUpdatedVariable,
     check_whole_gradient,
     shard_update,
+    without_gradient,
 )
 from tfdp.tracing.gradient_exchanges import name_of_gradient
 from tfdp.variables.in_shards import InShards, distributed_of
@@ -244,6 +245,7 @@ class ShardUpdates:
             upstream = own_gradient(upstream)
             with exchanges_of(name):
                 [own] = reducer.reduce_scatter([upstream], [layout], rank, label=label)
+            own = without_gradient(own)
             step = self._strategy.extended.current_step
             step.trace(rank).of(ShardTrace).gradients[key_of(own)] = own
             register(own, Value(terms=frozenset({Term.SHARD})))

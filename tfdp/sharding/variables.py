@@ -31,7 +31,7 @@ from tfdp._private.names import (
     in_save_context,
     variable_accessed,
 )
-from tfdp.errors import ConfigurationError
+from tfdp.errors import CollectiveError, ConfigurationError
 from tfdp.exchange.shards import copied_shard, shard_of
 from tfdp.plan.shards import OwnedLayout, ShardLayout
 from tfdp.variables.in_shards import InShards
@@ -91,6 +91,23 @@ def check_whole_gradient(
         "shard with that of the whole. Use tfdp.remat(layer), which gathers the "
         f'weights again, or leave out {variable.stored_by} (shard="gradients" works).'
     )
+
+
+@tf.custom_gradient
+def without_gradient(shard: tf.Tensor) -> tuple[tf.Tensor, Callable]:
+    """The shard of a gradient: refuses a gradient of its own, which would lack what
+    comes from other replicas."""
+
+    def refuse(_: Any) -> None:
+        raise CollectiveError(
+            "A loss depends on the gradient of a weight that is stored in shards "
+            '(shard="parameters", layout=): a replica has a part of the sum over all '
+            "replicas, which has no gradient. A penalty on gradients with respect to "
+            "inputs works. One with respect to weights needs whole weights "
+            '(shard="gradients"), and tfdp.losses.all_sum of each gradient.'
+        )
+
+    return tf.identity(shard), refuse
 
 
 class ShardedVariable(InShards, DistributedVariable):
