@@ -207,3 +207,24 @@ def test_a_layer_of_all_rows_is_one_devices(samples, is_eager, layer):
         models[-1].fit(x, y, batch_size=12, epochs=2, shuffle=False, verbose=0)
     # 8 updates by 0.01 of gradients of at most a few units, in float32.
     assert largest_difference(*models) < 1e-6
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_rows_may_be_gathered_from_rows_of_all(replicas):
+    # The gradient of tf.gather is slices, which TensorFlow's all_gather refuses.
+    def hardest(y, p):
+        p = all_rows(p)
+        return local_mean(ops.mean(ops.square(ops.take(p, [0, 0, 2], axis=0))))
+
+    x, y = classification_data(samples=9)
+
+    def weights(strategy):
+        with (strategy or tf.distribute.get_strategy()).scope():
+            keras.utils.set_random_seed(3)
+            model = keras.Sequential([keras.Input((12,)), keras.layers.Dense(5)])
+            model.compile(keras.optimizers.SGD(0.1), hardest, jit_compile=False)
+        model.train_on_batch(x, y)
+        return model.get_weights()
+
+    pairs = zip(weights(make_strategy(replicas)), weights(None), strict=True)
+    assert max(np.max(np.abs(own - expected)) for own, expected in pairs) < 1e-6

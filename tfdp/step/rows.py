@@ -143,7 +143,15 @@ def _gather(
         _refuse_padding(rows, value)
         value = tf.nest.map_structure(lambda part: _real_rows(rows, part), value)
     gathered = original(value, axis, options)
-    return register_exchanged(tf.nest.map_structure(tf.identity, gathered))
+    return register_exchanged(tf.nest.map_structure(_of_dense_gradient, gathered))
+
+
+def _of_dense_gradient(gathered: tf.Tensor) -> tf.Tensor:
+    """`gathered`; `tf.gather` from it has slices as gradient, which TensorFlow's
+    `all_gather` refuses, and those of a reshape are dense."""
+    same = tf.reshape(gathered, tf.shape(gathered))
+    same.set_shape(gathered.shape)
+    return same
 
 
 def _refuse_padding(rows: Rows, value: Any) -> None:
