@@ -2,11 +2,14 @@
 
 Keras losses state it themselves. A custom `train_step`, or a loss function that returns
 a scalar, does not; `local_mean` and `local_sum` do. A loss with interacting rows is
-neither: compute it from `all_rows`, or from sums by `all_sum`.
+neither: `on_all_rows` lets a model compute it on the whole batch; or compute it from
+`all_rows`, or from sums by `all_sum`.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import weakref
 from typing import Any
 
 import keras
@@ -20,14 +23,101 @@ from tfdp.lint.values import ROW_SOURCE
 from tfdp.tracing.local_losses import local_mean, local_sum
 from tfdp.tracing.step import current_step
 
-__all__ = ["all_rows", "all_sum", "local_mean", "local_sum", "own_rows"]
+__all__ = [
+    "all_rows",
+    "all_sum",
+    "local_mean",
+    "local_sum",
+    "on_all_rows",
+    "own_rows",
+]
 
 
 def __dir__() -> list[str]:
     return [*__all__]
 
 
+@dataclasses.dataclass
+class WholeLosses:
+    """The losses and metrics of a model that are computed on the rows of all replicas.
+
+    `own_bytes`: of a replica's rows that the last step to be traced has gathered.
+    """
+
+    own_bytes: int = 0
+
+
+# What is known of models that `on_all_rows` has marked.
+ON_ALL_ROWS: weakref.WeakKeyDictionary[keras.Model, WholeLosses] = (
+    weakref.WeakKeyDictionary()
+)
 DENSE = (keras.Variable, np.ndarray, tf.Tensor, tf.Variable)
+
+
+def on_all_rows(model: keras.Model) -> keras.Model:
+    """Computes the losses and metrics of a model on the rows of all replicas.
+
+        L(x_0, x_1, ... x_(R-1))    x_r: the model's outputs for the rows of replica r
+
+    One line after `compile` for losses and metrics in which rows see each other
+    (contrastive losses, hard mining, batch Dice, F1 of a batch, top-k of all
+    candidates): `compute_loss` and `compute_metrics` of the model get the outputs (with
+    their masks), targets and weights of the whole batch, as on one device, and so
+    numbers and gradients are one device's, also for weights that the loss itself reads
+    (a temperature, prototypes). Both are called as they are, compiled losses or own
+    code; what `tfdp.losses` has changes nothing there, and `num_replicas_in_sync` is 1.
+    Layers whose rows see each other: `tfdp.layers.AllRows`.
+
+    Args:
+      model: the model that `fit` is called on, compiled or not. Its outputs, targets
+        and weights are dense tensors with one entry along the first axis for each row
+        of the batch, or the same on all replicas. Call it again for a model that was
+        loaded or cloned.
+
+    Returns:
+      The model.
+
+    Raises:
+      ConfigurationError: for anything but a Keras model. In `fit`: with
+        `jit_compile=True`, on TPUs, with `sync=...`, or for padded batches, where
+        replicas cannot exchange rows; for a step that calls neither `compute_loss` nor
+        `compute_metrics`, or calls it in a `tf.function`, a branch or a loop; for a
+        loss with values for rows, or one that reads rows of a replica from elsewhere
+        than its arguments, such as an attribute that `call` has set.
+
+    Cost: each replica receives and holds the other replicas' outputs, targets and
+    weights (and inputs, if the model overrides the method), and computes the loss of
+    the whole batch: N times a replica's. The gradient travels nowhere. Not for
+    language models, whose outputs are large and whose rows do not see each other.
+    `tfdp plan` counts the bytes.
+
+    ```python
+    import keras
+    import tfdp
+
+    def in_batch(y, p):
+        queries, candidates = keras.ops.split(p, 2, axis=1)
+        scores = keras.ops.matmul(queries, keras.ops.transpose(candidates))
+        labels = keras.ops.arange(keras.ops.shape(scores)[0])
+        return keras.losses.sparse_categorical_crossentropy(
+            labels, scores, from_logits=True
+        )
+
+    with tfdp.DataParallelStrategy().scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8)])
+        model.compile("sgd", in_batch)
+    tfdp.losses.on_all_rows(model)
+    ```
+
+    Source: A. Radford et al., 2021 (CLIP), whose loss is of the whole batch.
+    """
+    if not isinstance(model, keras.Model):
+        raise ConfigurationError(
+            "tfdp.losses.on_all_rows takes the Keras model that fit is called on. "
+            f"Received: {model!r}."
+        )
+    ON_ALL_ROWS.setdefault(model, WholeLosses())
+    return model
 
 
 def all_rows(x: Any) -> Any:
@@ -76,10 +166,10 @@ def all_rows(x: Any) -> Any:
     Source: T. Chen et al., 2020 (SimCLR), section 2.2.
     """
     _refuse_without_rows("all_rows", x, "for a number use tfdp.losses.all_sum")
-    context = _replicas_in_sync("all_rows")
+    context = replicas_in_sync("all_rows")
     if context is None:
         return x
-    return _gathered("all_rows", context, x)
+    return gathered("all_rows", x)
 
 
 def all_sum(values: Any) -> Any:
@@ -123,7 +213,7 @@ def all_sum(values: Any) -> Any:
 
     Source: the SUM all-reduce of MPI (MPI_Allreduce).
     """
-    context = _replicas_in_sync("all_sum")
+    context = replicas_in_sync("all_sum")
     if context is None:
         return values
     return context.all_reduce(tf.distribute.ReduceOp.SUM, values)
@@ -176,7 +266,7 @@ def own_rows(values: Any, like: Any) -> Any:
     Source: A. Radford et al., 2021 (CLIP), figure 3, one of its two directions.
     """
     _refuse_without_rows("own_rows", [values, like], "a number needs no part")
-    context = _replicas_in_sync("own_rows")
+    context = replicas_in_sync("own_rows")
     if context is None:
         _refuse_other_lengths(values, like)
         return values
@@ -196,7 +286,7 @@ def own_rows(values: Any, like: Any) -> Any:
     rows = tf.shape(like)[0]
     # A dummy row of this replica is not among those of all.
     own_count = rows * tf.cast(own, rows.dtype)
-    counts = _gathered("own_rows", context, own_count[None])
+    counts = gathered("own_rows", own_count[None])
     before = tf.reduce_sum(counts[:rank]) * tf.cast(own, rows.dtype)
     # The rows after this replica's; the split fails unless all rows are accounted for.
     behind = tf.reduce_sum(counts) - before - rows
@@ -246,10 +336,13 @@ def _refuse_other_lengths(values: Any, like: Any) -> None:
             )
 
 
-def _replicas_in_sync(name: str) -> Any:
+def replicas_in_sync(name: str) -> Any:
     """The context of this replica; None if it is the only one."""
     context = tf.distribute.get_replica_context()
     if context is None or replicas_of(context.strategy) == 1:
+        return None
+    found = current_step()
+    if found is not None and found[0].here.sees_all_rows:
         return None
     if in_compiled_function() and not getattr(context.strategy, "compiles_steps", True):
         raise ConfigurationError(
@@ -259,7 +352,9 @@ def _replicas_in_sync(name: str) -> Any:
     return context
 
 
-def _gathered(name: str, context: Any, x: Any) -> Any:
+def gathered(name: str, x: Any) -> Any:
+    """The rows of all replicas of each tensor of `x`, for the caller `name`."""
+    context = tf.distribute.get_replica_context()
     try:
         return tf.nest.map_structure(
             lambda part: context.all_gather(tf.convert_to_tensor(part), axis=0), x

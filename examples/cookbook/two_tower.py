@@ -35,16 +35,14 @@ def in_batch_loss(items: tf.Tensor, towers: tf.Tensor) -> tf.Tensor:
     over all rows of the global batch but those with the item of row i once more.
     """
     user_vectors, item_vectors = keras.ops.split(towers, 2, axis=1)
-    all_vectors, all_items = tfdp.losses.all_rows((item_vectors, items))
-    positions = keras.ops.arange(keras.ops.shape(all_items)[0])
-    own_positions = tfdp.losses.own_rows(positions, items)
-    scores = keras.ops.matmul(user_vectors, keras.ops.transpose(all_vectors)) / 0.1
-    is_same_item = keras.ops.equal(items[:, None], all_items[None, :])
-    is_own_row = keras.ops.equal(own_positions[:, None], positions[None, :])
-    is_repeated = keras.ops.logical_and(is_same_item, ~is_own_row)
+    positions = keras.ops.arange(keras.ops.shape(items)[0])
+    scores = keras.ops.matmul(user_vectors, keras.ops.transpose(item_vectors)) / 0.1
+    is_same_item = keras.ops.equal(items[:, None], items[None, :])
+    is_same_row = keras.ops.equal(positions[:, None], positions[None, :])
+    is_repeated = keras.ops.logical_and(is_same_item, ~is_same_row)
     scores = keras.ops.where(is_repeated, -1e9, scores)
     return keras.losses.sparse_categorical_crossentropy(
-        own_positions, scores, from_logits=True
+        positions, scores, from_logits=True
     )
 
 
@@ -54,8 +52,9 @@ with strategy.scope():
     both = [*user_tower.inputs, *item_tower.inputs]
     towers = [user_tower.output, item_tower.output]
     model = keras.Model(both, keras.layers.Concatenate()(towers))
-    # The replicas exchange rows within the loss, which XLA cannot compile.
     model.compile(keras.optimizers.Adam(0.01), in_batch_loss, jit_compile=False)
+# The loss gets the rows of all replicas, as on one device.
+tfdp.losses.on_all_rows(model)
 model.fit(
     {"user": user_numbers, "item": item_numbers},
     item_numbers,

@@ -16,17 +16,21 @@ from tfdp.lint.values import (
     Value,
 )
 
+ON_ALL_ROWS = (
+    "One line computes losses and metrics on the rows of all replicas: "
+    "tfdp.losses.on_all_rows(model), after compile; a layer: "
+    "tfdp.layers.AllRows(layer). "
+)
 ALL_ROWS = (
-    "Compute it from the rows of all replicas, tfdp.losses.all_rows(x), and scale the "
-    "loss to its share, tfdp.losses.local_mean(loss)"
+    f"{ON_ALL_ROWS}Or compute it from the rows of all replicas, "
+    "tfdp.losses.all_rows(x), and scale the loss to its share, "
+    "tfdp.losses.local_mean(loss)"
 )
 _CROSSINGS = {
     PAIRED: (
         "rows are paired with all rows of their batch (in {op!r}), as in contrastive "
         "losses, and a replica has its own rows only: each is paired with fewer others "
-        "than on one device. Pair them with the rows of all replicas, "
-        "tfdp.losses.all_rows(x), and scale the loss of all pairs to its share, "
-        "tfdp.losses.local_mean(loss)"
+        f"than on one device. {ALL_ROWS}"
     ),
     JOINED: (
         "rows are joined with other rows of their batch (in {op!r}), and a replica has "
@@ -39,9 +43,9 @@ _CROSSINGS = {
     NORMALIZED: (
         "a number of all rows of the batch (in {op!r}), such as their mean, a softmax "
         "over them or a count of positives, enters the loss of each, and a replica "
-        "computes it from its own rows only. Sum it over the replicas first, "
-        "tfdp.losses.all_sum(number), or compute it "
-        "from tfdp.losses.all_rows(x)"
+        f"computes it from its own rows only. {ON_ALL_ROWS}Or sum it over the replicas "
+        "first, tfdp.losses.all_sum(number), or compute it from "
+        "tfdp.losses.all_rows(x)"
     ),
     NOT_LINEAR: (
         "a root, product, quotient or maximum is taken of a mean or a sum over rows "
@@ -63,9 +67,10 @@ LOST = (
 NO_MEAN = (
     "which is not a mean over them, such as a root, a quotient of sums, a sum or a "
     "maximum. Each replica computes that of its own rows, their mean is reported, and "
-    "one device reports another number. Give a metric one number for each row; or "
-    "keep sums over rows in it and compute the rest in its result(); or gather the "
-    "rows of all replicas first, tfdp.losses.all_rows(y); of a sum return "
+    "one device reports another number. Call tfdp.losses.on_all_rows(model), which "
+    "computes metrics on all rows; or give a metric one number for each row; or keep "
+    "sums over rows in it and compute the rest in its result(); or gather the rows of "
+    "all replicas first, tfdp.losses.all_rows(y); of a sum return "
     "tfdp.losses.local_sum(x)"
 )
 

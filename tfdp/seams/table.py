@@ -394,6 +394,7 @@ SEAMS: tuple[Seam, ...] = (
         "step",
         "dummy rows are not gathered",
         all_gather="(self, value, axis, options=None)",
+        all_reduce="(self, reduce_op, value, options=None)",
     ),
     # Instances, for longer.
     *_seams(

@@ -14,52 +14,46 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdp._private.keras_models import mask_of, put_mask
-from tfdp._private.names import current_rank, in_compiled_function, run_independently
+from tfdp._private.keras_models import layers_within, mask_of, put_mask
+from tfdp._private.names import current_rank, run_independently
 from tfdp.errors import ConfigurationError
 from tfdp.lint.registry import is_of_graph, key_of, register
 from tfdp.lint.values import OF_ALL
-from tfdp.losses import gathered
+from tfdp.losses import ON_ALL_ROWS, gathered, replicas_in_sync
 from tfdp.seams.replace import Override
-from tfdp.tracing.all_rows import WholeLosses, refuse_own_rows, seeing_all_rows
+from tfdp.tracing.keras_steps import name_of_step
 from tfdp.tracing.loss_shares import GivenLosses
 from tfdp.tracing.step import Mode, Step
 
 NAME = "tfdp.losses.on_all_rows"
 ONE_ENTRY = (
-    f"{NAME} needs outputs, targets and weights with one entry along the first axis for "
-    "each row of the batch, because the rows of all replicas are joined along it. "
+    f"{NAME} needs outputs, targets and weights with one entry along the first axis "
+    "for each row of the batch, because the rows of all replicas are joined along it. "
     "Return views of a row as outputs of their own, or stacked along axis 1."
 )
-
-
-def refuse_what_cannot_exchange(call: Any) -> None:
-    """Refuses steps in which replicas cannot exchange rows."""
-    strategy, step = call.strategy, call.step
-    refused = {
-        "with jit_compile=True, where XLA compiles each replica alone. Compile the "
-        "model with jit_compile=False": strategy.compiles_steps
-        or strategy.is_jitted(call.model),
-        "on a batch that was padded to a fixed size. Leave out pad_batches, or give "
-        "batches of one size (drop_remainder=True)": step.mode is Mode.PADDED,
-    }
-    for what, is_so in refused.items():
-        if is_so:
-            raise ConfigurationError(f"{NAME} cannot act {what}.")
+COUNTED = (
+    "what {method} gets is multiplied or divided by the number of rows of the batch, "
+    "such as tf.shape(x)[0], and a replica counts its own rows, where one device "
+    "counts all. Count these, tf.shape(tfdp.losses.all_rows(x))[0]; or put a layer "
+    "that counts them into tfdp.layers.AllRows(layer)"
+)
 
 
 def all_rows_overrides(model: keras.Model, step: Step) -> Iterator[Override]:
     """Overrides that give `compute_loss` and `compute_metrics` the rows of all."""
-    if step.is_local:
+    if step.mode is not Mode.PLAIN:
         raise ConfigurationError(
             f"{NAME} cannot act with sync=..., where groups of replicas step by "
-            "themselves. Leave one of the two out."
+            "themselves, or on batches that were padded to a fixed size (pad_batches). "
+            "Leave one of the two out; batches of one size (drop_remainder=True) are "
+            "not padded."
         )
     for name, method in (("compute_loss", _loss), ("compute_metrics", _metrics)):
         is_own = getattr(type(model), name) is not getattr(keras.Model, name)
@@ -74,17 +68,19 @@ def _on_all(
     def compute_on_all(*args: Any, **kwargs: Any) -> Any:
         if tf.distribute.in_cross_replica_context() or step.here.sees_all_rows:
             return compute(*args, **kwargs)
-        if in_compiled_function():
+        replicas_in_sync(NAME)  # or an error, where they cannot exchange
+        if not isinstance(current_rank(), int):
             raise ConfigurationError(
-                f"{NAME} cannot act in a function that XLA compiles (jit_compile=True), "
-                f"in which {type(model).__name__}.{name} was called."
+                f"{NAME} cannot act where one program serves all replicas, as on TPUs. "
+                "Gather the rows in the loss, tfdp.losses.all_rows(y_pred)."
             )
         given = inspect.signature(compute).bind(*args, **kwargs)
-        rows = _RowsOfAll(step, current_rank())
+        rows = _RowsOfAll(step, current_rank(), f"self.{name}")
         # Keras' own methods do not look at the inputs.
         rows.take(v for k, v in given.arguments.items() if is_own or k != "x")
         given.arguments.update((k, rows.of(v)) for k, v in given.arguments.items())
-        step.here.of(WholeLosses).are_computed = True
+        step.here.of(GatheredRows).is_used = True
+        ON_ALL_ROWS[model].own_bytes = rows.own_bytes
         what = f"{type(model).__name__}.{name}"
         return method(compute, step, what, *given.args, **given.kwargs)
 
@@ -93,7 +89,7 @@ def _on_all(
 
 def _loss(compute: Callable, step: Step, what: str, *args: Any, **kwargs: Any) -> Any:
     rank = current_rank()
-    with seeing_all_rows(step, rank):
+    with step.here.seeing_all_rows():
         loss = compute(*args, **kwargs)
     if loss is None:
         return None
@@ -112,21 +108,25 @@ def _loss(compute: Callable, step: Step, what: str, *args: Any, **kwargs: Any) -
 def _metrics(
     compute: Callable, step: Step, what: str, *args: Any, **kwargs: Any
 ) -> Any:
-    with seeing_all_rows(step, current_rank()):
+    with step.here.seeing_all_rows():
         return compute(*args, **kwargs)
 
 
-class _Gathered(dict[Any, tuple[tf.Tensor, tf.Tensor]]):
-    """Own tensors and the rows of all, by the own one's key: gathered once for losses
-    and metrics."""
+class GatheredRows(dict[Any, tuple[tf.Tensor, tf.Tensor]]):
+    """A replica's own tensors and the rows of all, by the own one's key: gathered once
+    for losses and metrics."""
+
+    is_used = False
 
 
 class _RowsOfAll:
     """The rows of all replicas, in the place of a replica's own."""
 
-    def __init__(self, step: Step, rank: int):
+    def __init__(self, step: Step, rank: int, name: str):
+        """`name`: of the method that gets them."""
         self._step, self._rank, self._trace = step, rank, step.trace(rank)
-        self._known = self._trace.of(_Gathered)
+        self._name = name
+        self._known = self._trace.of(GatheredRows)
 
     def take(self, values: Any) -> None:
         """Gathers what has not been gathered, in one exchange."""
@@ -145,6 +145,14 @@ class _RowsOfAll:
     def of(self, value: Any) -> Any:
         """`value` with the rows of all, and with their masks."""
         return keras.tree.map_structure(self._of, value)
+
+    @property
+    def own_bytes(self) -> int:
+        """The size of the replica's own tensors, as far as shapes are known."""
+        return sum(
+            own.dtype.size * math.prod(size or 1 for size in own.shape)
+            for own, _ in self._known.values()
+        )
 
     def _of(self, part: Any) -> Any:
         if not isinstance(part, tf.Tensor) or key_of(part) not in self._known:
@@ -182,7 +190,9 @@ class _RowsOfAll:
             if mine.dtype.is_floating or mine.dtype.is_complex:
                 whole = self._with_gradient(mine, whole, before, count[0])
             value = step.analysis(self._rank).value(mine)
-            # A layer whose rows see each other has been told of, or is to be.
+            if value.is_scaled_by_count:
+                step.suspicions.add(COUNTED.format(method=self._name), "counted")
+            # Rows may have seen each other in a layer.
             register(whole, OF_ALL.but(cross=value.cross, lost=value.lost))
             self._known[key_of(mine)] = mine, whole
 
@@ -239,3 +249,55 @@ def _dense(part: Any) -> tf.Tensor:
             "(to_tensor()), and give the padding the weight 0."
         )
     return tf.convert_to_tensor(part)
+
+
+def added_to_whole(
+    step: Step, rank: int, value: tf.Tensor, share: Any = None
+) -> tf.Tensor:
+    """A term of a loss of all rows that layers computed on own rows, and gave
+    `add_loss`; with `share`, the fraction by which that loss is scaled, not scaled."""
+    found = step.analysis(rank).value(value) if is_of_graph(value) else OF_ALL
+    if share is None:
+        added = tf.identity(value)
+        register(added, found.but(local=found.local - {"rows"}))
+    else:
+        added = value * tf.cast(tf.math.divide_no_nan(1.0, share), value.dtype)
+        register(added, OF_ALL.but(cross=found.cross, lost=found.lost))
+    return added
+
+
+def refuse_own_rows(step: Step, rank: int, number: Any, what: str) -> None:
+    """Refuses a number of all rows that depends on the replica's own as well."""
+    # A loss that the number of own rows scales is warned of, as any other.
+    if not is_of_graph(number) or not step.analysis(rank).value(number).is_of_replica:
+        return
+    raise ConfigurationError(
+        f"{what} depends on rows that tfdp.losses.on_all_rows cannot give it: those of "
+        "one replica, which it reads from elsewhere than its arguments, such as an "
+        "attribute that call() has set, or self.losses. Return such tensors from "
+        "call(), as outputs with a row for each row of the batch; leave what layers "
+        "give add_loss to super().compute_loss."
+    )
+
+
+def refuse_unused(model: Any, step: Step, fn: Any) -> None:
+    """Refuses a step in which a mark could not act."""
+    name = name_of_step(fn)
+    if name not in ("train_step", "test_step") or not isinstance(model, keras.Model):
+        return
+    if model in ON_ALL_ROWS:
+        if not step.traces[0].of(GatheredRows).is_used:
+            raise ConfigurationError(
+                f"{NAME} was called on {type(model).__name__}, and "
+                f"its {name} calls neither self.compute_loss(x=x, y=y, y_pred=y_pred) "
+                "nor self.compute_metrics(...), which would get the rows of all "
+                "replicas. Call them; or gather the rows there, "
+                "tfdp.losses.all_rows(y_pred)."
+            )
+        return
+    inner = [one for one in layers_within(model) if one in ON_ALL_ROWS]
+    if inner:
+        raise ConfigurationError(
+            f"{NAME} was called on {inner[0].name!r}, and the model "
+            f"that trains is {model.name!r}, which contains it. Call it on that one."
+        )

@@ -199,8 +199,10 @@ def _problem_of(step: Step, rank: int, variable: Any, value: tf.Tensor) -> str |
     if is_no_mean(stored):
         return (
             "rows themselves (a queue of them), or a function of rows that is no mean "
-            "(a quotient, a root, a threshold). Gather the rows of all replicas first, "
-            "tfdp.losses.all_rows(rows), and store the same on all of them"
+            "(a quotient, a root, a threshold). Put the layer that stores them into "
+            "tfdp.layers.AllRows(layer), which sees the rows of all replicas; or "
+            "gather them first, tfdp.losses.all_rows(rows), and store the same on all "
+            "of them"
         )
     return None
 

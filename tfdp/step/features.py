@@ -26,6 +26,7 @@ import tensorflow as tf
 
 from tfdp._private.optimizer_hooks import momentum_compression_of
 from tfdp.chain.reduction import Reduction, Stage, attached_stages
+from tfdp.losses import ON_ALL_ROWS
 from tfdp.seams.replace import Override
 from tfdp.step.buffer_synchronization import warn_about_stored, warn_about_written
 from tfdp.step.local_step import begin_local_step
@@ -92,6 +93,23 @@ class Losses(Feature):
 
     def finish(self, call: StepCall) -> None:
         find_faults_of_losses(call.step, call.model, call.fn)
+
+
+class WholeBatch(Feature):
+    """Losses and metrics of a marked model are computed on the rows of all replicas."""
+
+    def overrides(self, call: StepCall) -> Iterable[Override]:
+        if call.model not in ON_ALL_ROWS or call.step.replicas == 1:
+            return ()
+        from tfdp.step.all_rows import all_rows_overrides
+
+        return all_rows_overrides(call.model, call.step)
+
+    def finish(self, call: StepCall) -> None:
+        if ON_ALL_ROWS and call.step.replicas > 1:
+            from tfdp.step.all_rows import refuse_unused
+
+            refuse_unused(call.model, call.step, call.fn)
 
 
 class ShardsOfSums(Feature):
@@ -229,6 +247,7 @@ class Padding(Feature):
 
 FEATURES: list[Feature] = [
     Optimizers(),
+    WholeBatch(),
     Reports(),
     Losses(),
     ShardsOfSums(),

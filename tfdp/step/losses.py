@@ -69,7 +69,9 @@ class ReplicaLosses:
     ):
         self._step, self._rank, self._replicas = step, rank, replicas
         self._shares = step.trace(rank).shares
-        self._is_alone = replicas == 1 and step.mode is not Mode.PADDED
+        self._sees_all = step.trace(rank).sees_all_rows
+        is_alone = replicas == 1 and step.mode is not Mode.PADDED
+        self._is_alone = is_alone or self._sees_all
         self._sum_over_replicas = sum_over_replicas
 
     def scaled_mean(self, loss: MeanLoss) -> Any:
@@ -93,20 +95,27 @@ class ReplicaLosses:
     def scaled_penalty(self, value: Any) -> Any:
         """The sum of a model's penalties, and of what layers add, times n_r / n."""
         step, rank = self._step, self._rank
-        if self._is_alone:
+        if self._is_alone and not self._sees_all:
             _note_penalty(step, rank)
             return value
         step.of(GivenLosses).are_added = True
-        if is_share(self._shares, value, "add_loss"):
-            return self._unchanged(value)
-        _note_penalty(step, rank)
         fraction = _share_of_rows(step, rank)
+        is_scaled = is_share(self._shares, value, "add_loss")
+        if not is_scaled:
+            _note_penalty(step, rank)
+        if self._sees_all:
+            from tfdp.step.all_rows import added_to_whole
+
+            # The sum that it becomes a part of is scaled.
+            return added_to_whole(step, rank, value, fraction if is_scaled else None)
+        if is_scaled:
+            return self._unchanged(value)
         return _product(value, self._shares.factor(fraction, value.dtype))
 
     def reported(self, value: Any) -> Any:
         """A share times n / n_r: a mean that a report weights by rows."""
         step, rank = self._step, self._rank
-        if self._replicas == 1:
+        if self._replicas == 1 or self._sees_all:
             return value  # the share is the whole
         subject = "the model's `compute_loss` returned"
         reported_standing(step, rank, value, subject)
@@ -336,9 +345,11 @@ def _losses_of_rows(
     if not is_rows or tf.distribute.in_cross_replica_context():
         return losses  # a scalar may be anything
     rank = current_rank()
-    warn_about_sum_of_all(step, rank, losses)
     if is_stock:
         note_denominator(step, rank, Denominator(None, of=Kind.SUM))
+    if step.here.sees_all_rows:
+        return losses
+    warn_about_sum_of_all(step, rank, losses)
     step.of(GivenLosses).are_scaled = True
     return losses * step.trace(rank).shares.factor(1.0, losses.dtype)
 

@@ -109,10 +109,9 @@ def _result(metric: Any, noted: NotedResults) -> Any:
 def _of_replica(metric: Any) -> Step | None:
     """The step of the calling replica, if it reports `metric`."""
     found = current_step()  # None in another thread, while this one traces
-    is_reported = (
-        found is not None and id(metric) in found[0].of(MetricNotes).weighted_means
-    )
-    return found[0] if found is not None and is_reported else None
+    if found is None or found[0].here.sees_all_rows:
+        return None
+    return found[0] if id(metric) in found[0].of(MetricNotes).weighted_means else None
 
 
 def _weighting_numbers(update_state: Callable[..., Any]) -> Callable[..., Any]:

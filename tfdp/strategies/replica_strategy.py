@@ -146,7 +146,7 @@ class ReplicaContextStrategy(WithOptions, tf.distribute.Strategy):
     def num_replicas_in_sync(self) -> int:
         """The number of replicas on all hosts."""
         if not tf.distribute.in_cross_replica_context():
-            if names.is_one_device():
+            if names.is_one_device() or self.extended.current_step.here.sees_all_rows:
                 return 1
             self.extended.current_step.of(GivenLosses).scales_by_hand = True
         return self._replicas

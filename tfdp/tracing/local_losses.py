@@ -55,7 +55,7 @@ def local_mean(loss: tf.Tensor) -> tf.Tensor:
     ```
     """
     found = current_step()
-    if found is None:
+    if found is None or found[0].here.sees_all_rows:
         return loss
     step, rank = found
     loss = _as_tensor("local_mean", loss)
@@ -90,7 +90,7 @@ def local_sum(loss: tf.Tensor) -> tf.Tensor:
       ConfigurationError: as `local_mean`.
     """
     found = current_step()
-    if found is None:
+    if found is None or found[0].here.sees_all_rows:
         return loss
     step, rank = found
     loss = _as_tensor("local_sum", loss)

@@ -299,9 +299,9 @@ def find_faults_of_losses(step: Step, model: Any, fn: Any) -> None:
             step.suspicions.add(
                 f"the optimizer {optimizer!r} got gradients of a function of a loss "
                 "that is not linear, such as its logarithm, and a replica has its "
-                "share of the loss only. Compute the loss from the rows of all "
-                "replicas, tfdp.losses.all_rows(x), and scale it, "
-                "tfdp.losses.local_mean(loss)",
+                "share of the loss only. Compute the loss in compute_loss, and call "
+                "tfdp.losses.on_all_rows(model); or from the rows of all replicas, "
+                "tfdp.losses.all_rows(x), and scale it, tfdp.losses.local_mean(loss)",
                 "mixed",
             )
         elif standing is Standing.MIXED and not is_scaled_by_hand(step, loss):

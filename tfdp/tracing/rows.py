@@ -218,6 +218,15 @@ class OwnParts:
     of_group: set[int] = dataclasses.field(default_factory=set)
 
 
+@dataclasses.dataclass
+class RowsInSight:
+    """Whether one replica computes on the rows of all replicas now, and whether its
+    metrics count them (`Trace.seeing_all_rows`)."""
+
+    are_of_all: bool = False
+    are_counted: bool = False
+
+
 def parts_of_batch(
     values: Any, replicas: int
 ) -> tuple[list[list[Any]], Callable[[Sequence[Sequence[Any]]], Any]]:

@@ -22,8 +22,16 @@ from tfdp.lint.findings import Findings
 from tfdp.lint.registry import key_of
 from tfdp.lint.values import PART_OF_ROWS, ROW_SOURCE
 from tfdp.plan.topology import Groups
+from tfdp.seams.replace import instance_attributes
 from tfdp.tracing.loss_shares import LossShares
-from tfdp.tracing.rows import Batch, DummyRows, OwnParts, Rows, parts_of_batch
+from tfdp.tracing.rows import (
+    Batch,
+    DummyRows,
+    OwnParts,
+    Rows,
+    RowsInSight,
+    parts_of_batch,
+)
 
 if TYPE_CHECKING:
     from tfdp.lint.analysis import Analysis
@@ -77,6 +85,38 @@ class Trace:
         sources |= {key_of(part): PART_OF_ROWS for part in step.batch.sparse_parts}
         rows = batch[0].shape[0] if batch and batch[0].shape.rank else None
         return Analysis(sources, rows, step.replicas)
+
+    @property
+    def sees_all_rows(self) -> bool:
+        """Whether it computes on the rows of all replicas now, as one device does."""
+        return self.of(RowsInSight).are_of_all
+
+    @property
+    def counts(self) -> Any:
+        """Whether what metrics count now is counted: a boolean, or a tensor."""
+        own = self.of(RowsInSight)
+        return own.are_counted if own.are_of_all else self.rows.present
+
+    @contextlib.contextmanager
+    def seeing_all_rows(self) -> Iterator[None]:
+        """Makes the replica, whose thread calls, compute as one device does within the
+        context, in which it has the rows of all replicas.
+
+        All replicas compute the same there. So nothing is scaled to a share or
+        exchanged, seeds draw what one device draws, and metrics count on the first
+        replica only.
+        """
+        own, context = self.of(RowsInSight), tf.distribute.get_replica_context()
+        before = own.are_of_all, own.are_counted
+        first = tf.get_static_value(context.replica_id_in_sync_group) == 0
+        own.are_of_all, own.are_counted = True, first
+        # What a program exchanges by itself is of all rows already.
+        alone = {"all_reduce": _sum_of_one, "all_gather": _rows_of_one}
+        try:
+            with instance_attributes(context, alone):
+                yield
+        finally:
+            own.are_of_all, own.are_counted = before
 
     @functools.cached_property
     def shares(self) -> LossShares:
@@ -313,6 +353,14 @@ class Step:
                 "with a variable for each weight (add_variable_from_reference), or use "
                 "shard='none'."
             )
+
+
+def _sum_of_one(reduce_op: Any, value: Any, options: Any = None) -> Any:
+    return value
+
+
+def _rows_of_one(value: Any, axis: int, options: Any = None) -> Any:
+    return value
 
 
 def _state_of(kind: type[State], states: dict[type, Any]) -> State:

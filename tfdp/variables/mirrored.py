@@ -302,9 +302,10 @@ class ReplicaOnReadVariable(PythonValue, HandleOfReplica, names.SyncOnReadVariab
             self.distribute_strategy.extended.current_step,
             names.current_rank(),
         )
-        if self.aggregation == tf.VariableAggregation.SUM:
+        trace = step.trace(rank)
+        if self.aggregation == tf.VariableAggregation.SUM and not trace.sees_all_rows:
             note_counted(step, rank, self, value, is_added)
-        own = step.trace(rank).rows.present
+        own = trace.counts
         if own is True:
             return value
         value = tf.convert_to_tensor(value, self.dtype)
@@ -317,8 +318,9 @@ class SeedVariable(ReplicaMirroredVariable):
     Replica r reads `stored + r * SEED_STRIDE` in the first word and subtracts that from
     what it writes, so every replica draws different numbers while the stored state is
     identical everywhere, and in files the same as one device's. Replica 0 draws what
-    one device would, and so do all replicas where an optimizer draws (Langevin
-    dynamics): their updates of one weight must be equal.
+    one device would. So do all replicas where an optimizer draws (Langevin dynamics),
+    since their updates of one weight must be equal, and where they compute on the rows
+    of all.
     """
 
     differs_by_replica = "drawn"
@@ -328,7 +330,8 @@ class SeedVariable(ReplicaMirroredVariable):
         if not in_replica_of(self.distribute_strategy):
             return None
         extended, rank = self.distribute_strategy.extended, names.current_rank()
-        if extended.current_step.updates_replicated:
+        step = extended.current_step
+        if step.updates_replicated or step.here.sees_all_rows:
             return None
         return seed_offset(extended.first_draw + rank, self.dtype)
 

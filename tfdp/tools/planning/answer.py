@@ -88,6 +88,9 @@ class Answer:
             ("sent by a replica in a step", _size(plan.sent_bytes)),
             ("shard", plan.shard + _remat_text(plan.remat)),
         ]
+        if plan.all_rows_bytes:
+            title = "received from other replicas for losses and metrics"
+            rows.append((title, _size(plan.all_rows_bytes)))
         if plan.host_parts:
             rows.append(("of the host's memory, by a replica", _size(plan.host_bytes)))
         notes = list(plan.notes)

@@ -30,6 +30,8 @@ class MemoryPlan:
       is_known: whether nothing large is left out, such as a loop's iterations.
       hosts: of the replicas.
       host_parts: with `offload=`, host memory of a replica; as `parts`.
+      all_rows_bytes: outputs, targets and weights of other replicas that this one
+        receives for losses and metrics (`tfdp.losses.on_all_rows`).
       larger_may_fit: for the largest batch that fits: no larger one was tried.
     """
 
@@ -47,6 +49,7 @@ class MemoryPlan:
     hosts: int = 1
     host_parts: Mapping[str, int] = dataclasses.field(default_factory=dict)
     larger_may_fit: bool = False
+    all_rows_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:

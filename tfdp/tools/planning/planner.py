@@ -93,6 +93,11 @@ class Planner:
         counts = self._traced_counts(sharding)
         found = [self._measured(n, local_rows, sharding, remat) for n in counts]
         parts, of_host = self._parts_at(counts, found)
+        own_rows = found[-1]["gathered_bytes"]
+        if own_rows:
+            # Rows that come from absent hosts have no length, and count as nothing.
+            missing = self.replicas if self.hosts > 1 else self._per_host - counts[-1]
+            parts["activations"] += own_rows * missing
         return MemoryPlan(
             local_rows=local_rows,
             replicas=self.replicas,
@@ -102,7 +107,9 @@ class Planner:
             memory_bytes=memory_bytes,
             flops=found[-1]["flops"],
             trainable_bytes=found[-1]["trainable_bytes"],
-            sent_bytes=self._sent_bytes(found[-1], local_rows, sharding, remat),
+            sent_bytes=self._sent_bytes(found[-1], local_rows, sharding, remat)
+            + own_rows * (self.replicas - 1),
+            all_rows_bytes=own_rows * (self.replicas - 1),
             hosts=self.hosts,
             host_parts=of_host,
             notes=found[-1]["notes"],
@@ -117,7 +124,9 @@ class Planner:
         # On one host without shards all replicas do the same.
         is_plain = self._communication in (None, Communication())
         if self.hosts == 1 and not sharding.stage and is_plain:
-            return (2,)
+            # With the rows of all replicas each holds more where there are more.
+            sees_all = self._model(2, sharding).sees_all_rows
+            return (min(of_host, self._most_traced) if sees_all else 2,)
         return (of_host,) if of_host <= self._most_traced else (2, self._most_traced)
 
     def _model(
@@ -153,6 +162,8 @@ class Planner:
                 notes.append("planned without XLA, though the model sets jit_compile")
             if traced.is_eager:
                 notes.append("planned as a graph, though the model sets run_eagerly")
+            if traced.sees_all_rows and self.hosts > 1:
+                notes.append("what losses and metrics compute on rows of other hosts")
             notes += traced.without_effect
             self._found[key] = {
                 **_facts_of(graph, number, sharding),
@@ -161,6 +172,7 @@ class Planner:
                 "owned_bytes": traced.owned_bytes,
                 "is_rematerialized": traced.is_rematerialized,
                 "tables": traced.tables,
+                "gathered_bytes": traced.gathered_bytes,
                 "notes": tuple(notes),
                 "is_known": not NOT_KNOWN & set(graph.notes),
             }

@@ -23,6 +23,7 @@ from tfdp._private.keras_models import (
 from tfdp.chain.table_rows import sums_repeated_rows, tables_of
 from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError
+from tfdp.losses import ON_ALL_ROWS, on_all_rows
 from tfdp.plan.communication import Communication
 from tfdp.plan.shards import Sharding
 from tfdp.strategies.absent_hosts import AbsentHosts
@@ -67,6 +68,8 @@ def _clone(model: keras.Model) -> keras.Model:
             f"Keras cannot compile the model {model.name!r} again from its "
             "configuration. Give a function that builds and compiles it."
         )
+    if model in ON_ALL_ROWS:
+        on_all_rows(again)
     return again
 
 
@@ -192,6 +195,16 @@ class TracedModel:
     def without_effect(self) -> tuple[str, ...]:
         """The options of the model that the traced step leaves out, and why."""
         return self._strategy.idle_lines
+
+    @property
+    def sees_all_rows(self) -> bool:
+        """Whether losses and metrics are computed on the rows of all replicas."""
+        return self.model in ON_ALL_ROWS
+
+    @property
+    def gathered_bytes(self) -> int:
+        """A replica's rows that all others receive for losses and metrics."""
+        return ON_ALL_ROWS[self.model].own_bytes if self.sees_all_rows else 0
 
     @property
     def trainable_bytes(self) -> int:

@@ -190,8 +190,10 @@ _COUPLED_ROWS = Cause(
     where=lambda facts: (),
     why="A layer or a loss computes a mean, a maximum or another statistic over a "
     "replica's rows (in-batch negatives, a mask, a weight), not the global batch's.",
-    instead="Gather or sum over the replicas there (tfdp.losses.all_rows, "
-    "tfdp.losses.all_sum), or accept statistics per replica.",
+    instead="Compute losses and metrics on the rows of all replicas "
+    "(tfdp.losses.on_all_rows(model)), and such a layer, too "
+    "(tfdp.layers.AllRows(layer)); or gather or sum there (tfdp.losses.all_rows, "
+    "tfdp.losses.all_sum); or accept statistics per replica.",
     change="same_rows",
     evidence="holds when every replica gets the same rows",
 )
