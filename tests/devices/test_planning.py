@@ -417,3 +417,25 @@ def test_rows_of_tables_are_sent_and_whole_tables_are_not():
     assert sent(added, rows=1000)[0] == 2 * table * 3 // 4 + 2 * rest * 3 // 4
     assert sent(rows=1000)[0] == 3 * 7000 * 52 + 2 * rest * 3 // 4
     assert sent(shard="optimizer")[0] == 2 * (rest + table) * 3 // 4
+
+
+@pytest.mark.parametrize("replicas,hosts", [(2, 1), (4, 1), (8, 1), (2, 2)])
+def test_rows_of_all_replicas_are_held_and_received(replicas, hosts):
+    def on_all():
+        return tfdp.losses.on_all_rows(build())
+
+    rows = 64
+    options = {"replicas": replicas, "hosts": hosts}
+    total = rows * replicas * hosts
+    found, plain = plan(on_all, total, **options), plan(build, total, **options)
+    # Outputs and targets.
+    own_bytes = 2 * rows * WIDTH * FLOAT_BYTES
+    others = replicas * hosts - 1
+    assert found.all_rows_bytes == others * own_bytes
+    assert plain.all_rows_bytes == 0
+    assert found.sent_bytes - plain.sent_bytes == others * own_bytes
+    held = found.parts["activations"] - plain.parts["activations"]
+    assert held >= others * own_bytes
+    assert Answer("model", found, None, ()).to_json()["plan"]["all_rows_bytes"]
+    # A model is made again with its mark.
+    assert plan(on_all(), total, **options).all_rows_bytes == found.all_rows_bytes
