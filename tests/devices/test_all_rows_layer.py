@@ -193,3 +193,75 @@ def test_compiled_replicas_are_refused():
     x, y = np.zeros((12, 6), "float32"), np.zeros((12, 6), "float32")
     with pytest.raises(ConfigurationError, match="jit_compile"):
         model.train_on_batch(x, y)
+
+
+class BesideTable(keras.layers.Layer):
+    """Rows times the rows of a table, which is the same on all replicas."""
+
+    def call(self, inputs):
+        x, table = inputs
+        return (
+            ops.matmul(x - ops.mean(x, axis=0), ops.transpose(table)) / table.shape[0]
+        )
+
+
+class WithTable(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(5)
+        self.table = self.add_weight(shape=(6, 5), initializer="glorot_normal")
+        self.beside = tfdp.layers.AllRows(BesideTable())
+
+    def call(self, x):
+        return self.beside([self.dense(x), 1.0 * self.table])
+
+
+def test_what_is_the_same_on_all_replicas_is_not_gathered():
+    def run(strategy):
+        with strategy.scope() if strategy else contextlib.nullcontext():
+            keras.utils.set_random_seed(0)
+            model = WithTable()
+            model(np.zeros((2, 6), "float32"))
+            model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=False)
+        model.fit(batches(21), epochs=2, verbose=0)
+        return [np.asarray(v) for v in model.weights]
+
+    for own, expected in zip(run(strategy_of(3)), run(None), strict=True):
+        np.testing.assert_allclose(own, expected, rtol=0, atol=BOUND)
+
+
+class Reading(keras.layers.Layer):
+    """Reads rows that no argument brings, or a metric that one replica counts."""
+
+    rows = None
+
+    def __init__(self, what):
+        super().__init__()
+        self.what, self.seen = what, keras.metrics.Mean()
+
+    def call(self, x):
+        if self.what == "rows" and self.rows is not None:
+            return x + ops.mean(self.rows)
+        self.seen.update_state(ops.mean(x))
+        return x + self.seen.result()
+
+
+@pytest.mark.parametrize("what", ["rows", "metric"])
+def test_a_layer_that_reads_one_replica_is_refused(what):
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense, self.inner = keras.layers.Dense(5), Reading(what)
+            self.all_rows = tfdp.layers.AllRows(self.inner)
+
+        def call(self, x):
+            x = self.dense(x)
+            self.inner.rows = x
+            return self.all_rows(x)
+
+    with strategy_of(2).scope():
+        model = Model()
+        model.compile("sgd", "mse", jit_compile=False)
+    match = "reads those of one replica" if what == "rows" else "state of a metric"
+    with pytest.raises(ConfigurationError, match=match):
+        model.fit(batches(12), verbose=0)

@@ -450,7 +450,7 @@ def compiled(kind):
 )
 def test_rows_of_one_replica_in_a_loss_are_refused(kind):
     x, y, _ = batch_of(12)
-    with pytest.raises(ConfigurationError, match="reads from elsewhere"):
+    with pytest.raises(ConfigurationError, match="from elsewhere than its arguments"):
         stepped(2, compiled(kind), (x, y, None))
 
 
@@ -524,7 +524,7 @@ def jitted():
 @pytest.mark.parametrize(
     "make,match",
     [
-        (compiled(ByHand), "calls neither"),
+        (compiled(ByHand), "does not call"),
         (compiled(FromFunction), "tf.function"),
         (compiled(Scalars), "one entry along the first axis"),
         (compiled(Twice), "one entry along the first axis"),
@@ -590,3 +590,194 @@ def test_what_a_model_returns_for_all_replicas_stays_as_it_is():
     model, _ = stepped(3, make, (x, y, None))
     found, wanted = gradients_of(model), gradients_of(expected)
     assert np.max(np.abs(found - wanted)) <= BOUND * np.max(np.abs(wanted))
+
+
+# What a hostile reader found.
+
+
+class Penalized(Learned):
+    """A gradient of a gradient over `compute_loss`: other rows' terms meet again."""
+
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        a, b = views(y_pred)
+        scores = self.temperature * ops.matmul(a, ops.transpose(b))
+        return ops.mean(ops.logsumexp(scores, axis=1) + ops.square(ops.mean(a)))
+
+    def train_step(self, data):
+        x, y = data[:2]
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                loss = self.compute_loss(x=x, y=y, y_pred=self(x))
+            penalty = ops.sum(ops.square(inner.gradient(loss, x)))
+            total = loss + tfdp.losses.local_sum(10.0 * penalty)
+        variables = self.trainable_variables
+        self.optimizer.apply(outer.gradient(total, variables), variables)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("replicas,rows", [(2, 12), (3, 9), (3, 1)])
+def test_gradients_of_gradients(replicas, rows):
+    def make():
+        model = Penalized()
+        model.build((None, 6))
+        model.prototypes.trainable = False
+        model.compile(momentum(), jit_compile=False)
+        return model
+
+    x, y, _ = batch_of(rows)
+    expected, _ = stepped(None, make, (x, y, None), marked=False)
+    model, _ = stepped(replicas, make, (x, y, None))
+    # The penalty adds sums over the widths of both layers.
+    assert_same_gradients(gradients_of(model), gradients_of(expected), 4 * BOUND)
+
+
+class Counting(Learned):
+    """Counts rows in a variable, by a replica's number, and with targets of ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows_seen = self.add_weight(
+            shape=(), initializer="zeros", trainable=False, aggregation="sum"
+        )
+
+    def train_step(self, data):
+        x = data[0]
+        with tf.GradientTape() as tape:
+            y = ops.ones((ops.shape(x)[0], 1))
+            loss = self.compute_loss(x=x, y=y, y_pred=self(x))
+        variables = self.network.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        count = ops.cast(ops.shape(y)[0], "float32")
+        self.rows_seen.assign_add(count)
+        context = tf.distribute.get_replica_context()
+        first = 0 if context is None else context.replica_id_in_sync_group
+        labels = ops.arange(ops.shape(y)[0]) + first * ops.shape(y)[0]
+        scores = ops.matmul(y_pred * y, ops.transpose(y_pred))
+        return ops.mean(
+            keras.losses.sparse_categorical_crossentropy(
+                labels, scores, from_logits=True
+            )
+        )
+
+
+@pytest.mark.parametrize("replicas,rows", [(2, 12), (3, 9), (3, 1)])
+def test_counters_replica_numbers_and_constant_targets(replicas, rows):
+    def make():
+        model = Counting()
+        model.build((None, 6))
+        model.temperature.trainable = model.prototypes.trainable = False
+        model.compile(momentum(), jit_compile=False)
+        return model
+
+    x, y, _ = batch_of(rows)
+    expected, _ = stepped(None, make, (x, y, None), marked=False)
+    model, _ = stepped(replicas, make, (x, y, None))
+    found, wanted = gradients_of(model), gradients_of(expected)
+    assert np.max(np.abs(found - wanted)) <= BOUND * max(1e-3, np.max(np.abs(wanted)))
+    assert float(model.rows_seen) == float(expected.rows_seen) == rows
+
+
+class ByMetric(Learned):
+    def __init__(self):
+        super().__init__()
+        self.seen = keras.metrics.Mean(name="seen")
+
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        self.seen.update_state(ops.mean(y_pred))
+        return ops.mean(ops.square(y_pred)) / (1 + ops.square(self.seen.result()))
+
+
+class MetricOfKept(Kept):
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        return ops.mean(ops.square(y_pred))
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        return {"kept": self.seen_mean(ops.mean(self.kept))}
+
+    def seen_mean(self, number):
+        self.seen.update_state(number)
+        return self.seen.result()
+
+    def __init__(self):
+        super().__init__()
+        self.seen = keras.metrics.Mean(name="seen")
+
+
+class OneRow(Learned):
+    def call(self, x):
+        return ops.mean(self.network(x), axis=0, keepdims=True)
+
+
+class Dict(Learned):
+    def compute_loss(self, *args, **kwargs):
+        return {"loss": super().compute_loss(*args, **kwargs)}
+
+
+@pytest.mark.parametrize(
+    "kind,match",
+    [
+        (ByMetric, "state of a metric"),
+        (MetricOfKept, "reads those of one replica"),
+        (OneRow, "one entry along the first axis"),
+        (Dict, "one number"),
+    ],
+)
+def test_numbers_of_one_replica_are_refused(kind, match):
+    x, y, _ = batch_of(2)
+    with pytest.raises(ConfigurationError, match=match):
+        stepped(2, compiled(kind), (x, y, None))
+
+
+class Reversed(Learned):
+    def call(self, x):
+        return self.network(x)[::-1]
+
+
+class ScaledByHand(Learned):
+    def train_step(self, data):
+        x, y = data[:2]
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x=x, y=y, y_pred=self(x))
+            loss /= tf.distribute.get_strategy().num_replicas_in_sync
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize(
+    "kind,match",
+    [(Reversed, "rows are joined"), (ScaledByHand, "Leave out the division")],
+)
+def test_what_the_line_cannot_mend_is_told(kind, match):
+    x, y, _ = batch_of(12)
+    with pytest.warns(tfdp.errors.LocalMeanWarning, match=match):
+        stepped(2, compiled(kind), (x, y, None))
+
+
+def test_a_metric_that_starts_at_another_number_is_told():
+    class Smallest(keras.metrics.Metric):
+        def __init__(self):
+            super().__init__(name="smallest")
+            self.value = self.add_variable((), keras.initializers.Constant(9.0))
+
+        def reset_state(self):
+            self.value.assign(9.0)
+
+        def update_state(self, y, p, sample_weight=None):
+            self.value.assign(ops.minimum(self.value, ops.min(p)))
+
+        def result(self):
+            return self.value
+
+    def make():
+        model = network()
+        model.compile(momentum(), LOSSES["Dice"], metrics=[Smallest()])
+        return model
+
+    x, y, _ = batch_of(12)
+    with pytest.warns(tfdp.errors.LocalStateWarning, match="from its old value"):
+        stepped(2, make, (x, y, None))

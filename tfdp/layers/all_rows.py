@@ -10,6 +10,8 @@ import keras
 from tfdp._private.keras_models import mask_of, put_mask
 from tfdp.errors import ConfigurationError
 from tfdp.losses import all_rows, own_rows
+from tfdp.tracing.loss_checks import refuse_own_counts, refuse_own_rows
+from tfdp.tracing.state_checks import depends_on_replica
 from tfdp.tracing.step import current_step
 
 
@@ -69,10 +71,19 @@ class AllRows(keras.layers.Wrapper):
         found = current_step()
         if found is None or found[0].replicas == 1 or found[0].here.sees_all_rows:
             return self.layer(inputs, **options)
-        wholes = keras.tree.map_structure(_whole, inputs)
-        with found[0].here.seeing_all_rows():
+        step, rank = found
+        own = [x for x in keras.tree.flatten(inputs) if depends_on_replica(*found, x)]
+        if not own:
+            return self.layer(inputs, **options)
+        wholes = keras.tree.map_structure(
+            lambda x: _whole(x) if depends_on_replica(*found, x) else x, inputs
+        )
+        with step.here.seeing_all_rows():
             outputs = self.layer(wholes, **options)
-        like = keras.tree.flatten(inputs)[0]
+        for output in keras.tree.flatten(outputs):
+            refuse_own_rows(step, rank, output, f"The layer {self.layer.name!r}")
+            refuse_own_counts(step, rank, output, f"The layer {self.layer.name!r}")
+        like = own[0]
         return keras.tree.map_structure(lambda whole: _own(whole, like), outputs)
 
     def compute_output_shape(self, input_shape: Any) -> Any:

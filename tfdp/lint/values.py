@@ -141,6 +141,11 @@ class Value:
         return self.is_of_replica or self.of_share or bool(self.cross)
 
     @property
+    def is_of_rows_in_order(self) -> bool:
+        """Whether it has an entry for each row along its first axis, in their order."""
+        return self.axes == (0,) and self.order is None and self.each == FIXED
+
+    @property
     def is_one_row(self) -> bool:
         """Whether it is of one row, as within `tf.map_fn`."""
         return self.terms == {Term.ROWS} and not self.axes

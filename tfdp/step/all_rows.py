@@ -21,15 +21,26 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp._private.keras_models import layers_within, mask_of, put_mask
+from tfdp._private.keras_models import layers_within, mask_of, metrics_within, put_mask
 from tfdp._private.names import current_rank, run_independently
 from tfdp.errors import ConfigurationError
 from tfdp.lint.registry import is_of_graph, key_of, register
-from tfdp.lint.values import OF_ALL
-from tfdp.losses import ON_ALL_ROWS, gathered, replicas_in_sync
+from tfdp.lint.values import (
+    JOINED,
+    OF_ALL,
+    OTHERWISE,
+    SCALED,
+    Crossing,
+    Term,
+)
+from tfdp.losses import DENSE, ON_ALL_ROWS, gathered, replicas_in_sync
 from tfdp.seams.replace import Override
+from tfdp.tracing.gradient_exchanges import exchanges_of, name_of_gradient
 from tfdp.tracing.keras_steps import name_of_step
+from tfdp.tracing.loss_checks import refuse_own_counts, refuse_own_rows
 from tfdp.tracing.loss_shares import GivenLosses
+from tfdp.tracing.rows import RowsInSight
+from tfdp.tracing.state_checks import depends_on_replica, own_handle
 from tfdp.tracing.step import Mode, Step
 
 NAME = "tfdp.losses.on_all_rows"
@@ -46,6 +57,18 @@ COUNTED = (
 )
 
 
+SCALED_BY_HAND = (
+    "the loss that self.compute_loss returned was divided by the number of replicas, "
+    f"and with {NAME} it is the replica's share already. Leave out the division"
+)
+START = (
+    "a metric counts in {name!r} from its old value, such as a running minimum or an "
+    f"average that forgets, and has a reset_state() of its own. With {NAME} one "
+    "replica counts, and a reset gives each a part of the value: from 0 that is right, "
+    "else make the variable with aggregation='only_first_replica'"
+)
+
+
 def all_rows_overrides(model: keras.Model, step: Step) -> Iterator[Override]:
     """Overrides that give `compute_loss` and `compute_metrics` the rows of all."""
     if step.mode is not Mode.PLAIN:
@@ -55,14 +78,18 @@ def all_rows_overrides(model: keras.Model, step: Step) -> Iterator[Override]:
             "Leave one of the two out; batches of one size (drop_remainder=True) are "
             "not padded."
         )
-    for name, method in (("compute_loss", _loss), ("compute_metrics", _metrics)):
-        is_own = getattr(type(model), name) is not getattr(keras.Model, name)
-        make = functools.partial(_on_all, method, model, step, name, is_own)
+    for name, finish in (
+        ("compute_loss", _share_of_loss),
+        ("compute_metrics", _as_computed),
+    ):
+        is_stock = getattr(type(model), name) is getattr(keras.Model, name)
+        is_own = not is_stock or name in vars(model)
+        make = functools.partial(_on_all, finish, model, step, name, is_own)
         yield Override(model, name, make)
 
 
 def _on_all(
-    method: Callable, model: Any, step: Step, name: str, is_own: bool, compute: Callable
+    finish: Callable, model: Any, step: Step, name: str, is_own: bool, compute: Callable
 ) -> Callable:
     @functools.wraps(compute)
     def compute_on_all(*args: Any, **kwargs: Any) -> Any:
@@ -79,44 +106,68 @@ def _on_all(
         # Keras' own methods do not look at the inputs.
         rows.take(v for k, v in given.arguments.items() if is_own or k != "x")
         given.arguments.update((k, rows.of(v)) for k, v in given.arguments.items())
-        step.here.of(GatheredRows).is_used = True
+        step.here.of(GatheredRows).used_in.add(name)
         ON_ALL_ROWS[model].own_bytes = rows.own_bytes
         what = f"{type(model).__name__}.{name}"
-        return method(compute, step, what, *given.args, **given.kwargs)
+        own = step.here.of(RowsInSight)
+        own.written = []
+        with step.here.seeing_all_rows():
+            result = compute(*given.args, **given.kwargs)
+        for variable, value in own.written:
+            refuse_own_rows(step, current_rank(), value, f"What {what} counts")
+            _warn_about_start(model, step, variable, value)
+        return result if result is None else finish(step, what, result)
 
     return compute_on_all
 
 
-def _loss(compute: Callable, step: Step, what: str, *args: Any, **kwargs: Any) -> Any:
+def _share_of_loss(step: Step, what: str, loss: Any) -> tf.Tensor:
     rank = current_rank()
-    with step.here.seeing_all_rows():
-        loss = compute(*args, **kwargs)
-    if loss is None:
-        return None
-    loss = tf.convert_to_tensor(loss)
-    if loss.shape.rank != 0:
+    if not isinstance(loss, DENSE) or tf.TensorShape(loss.shape).rank != 0:
         raise ConfigurationError(
-            f"{NAME} needs a loss that is one number, and {what} returned values of "
-            f"shape {loss.shape}. Give losses reduction='sum_over_batch_size' or 'sum'."
+            f"{NAME} needs a loss that is one number, and {what} returned: {loss}. "
+            "Give losses reduction='sum_over_batch_size' or 'sum', and return their "
+            "sum."
         )
+    loss = tf.convert_to_tensor(loss)
     refuse_own_rows(step, rank, loss, f"The loss of {what}")
+    refuse_own_counts(step, rank, loss, f"The loss of {what}")
     step.of(GivenLosses).are_scaled = True
     share = step.share_of(rank)
     return keras.ops.multiply(loss, step.here.shares.factor(share, loss.dtype))
 
 
-def _metrics(
-    compute: Callable, step: Step, what: str, *args: Any, **kwargs: Any
-) -> Any:
-    with step.here.seeing_all_rows():
-        return compute(*args, **kwargs)
+def _as_computed(step: Step, what: str, numbers: Any) -> Any:
+    return numbers
+
+
+def _warn_about_start(model: Any, step: Step, variable: Any, value: Any) -> None:
+    """Warns of what a metric counts from its old value, if that may start as another
+    number than 0: a reset gives each replica a part of it, and one of them counts."""
+    if not is_of_graph(value):
+        return
+    rank = current_rank()
+    how = dict(step.analysis(rank).value(value).reads).get(own_handle(variable, rank))
+    is_own = any(
+        not type(one).reset_state.__module__.startswith("keras.")
+        for metric in model.metrics
+        for one in metrics_within(metric)
+        if any(own.value is variable for own in one.variables)
+    )
+    if how in (SCALED, OTHERWISE) and is_own:
+        step.state_suspicions.add(START.format(name=variable.name.partition(":")[0]))
 
 
 class GatheredRows(dict[Any, tuple[tf.Tensor, tf.Tensor]]):
     """A replica's own tensors and the rows of all, by the own one's key: gathered once
     for losses and metrics."""
 
-    is_used = False
+    def __init__(self) -> None:
+        super().__init__()
+        #: How many rows come before the replica's own, and how many it has.
+        self.place: Any = None
+        #: The methods of the model that got them.
+        self.used_in: set[str] = set()
 
 
 class _RowsOfAll:
@@ -134,7 +185,7 @@ class _RowsOfAll:
         parts += [mask_of(one) for one in parts if mask_of(one) is not None]
         new: dict[Any, tf.Tensor] = {}
         for part in parts:
-            if part is not None and not isinstance(part, (bool, int, float, str)):
+            if isinstance(part, (*DENSE, tf.RaggedTensor, tf.SparseTensor)):
                 own = _dense(part)
                 if self._has_rows(own):
                     new.setdefault(key_of(own), own)
@@ -166,13 +217,13 @@ class _RowsOfAll:
     def _has_rows(self, own: tf.Tensor) -> bool:
         """Whether it has a row for each of the replica's; else it is the same on all
         replicas, such as a weight that the model returns."""
-        value = self._step.analysis(self._rank).value(own)
-        if not value.local and not value.of_share:
+        if not depends_on_replica(self._step, self._rank, own):
             return False
-        if not own.shape.rank:
+        value = self._step.analysis(self._rank).value(own)
+        is_of_all = not value.axes and Term.UNKNOWN not in value.terms
+        if not own.shape.rank or (is_of_all and value.is_of_replica):
             raise ConfigurationError(
-                f"{ONE_ENTRY} Received a number that depends on the replica's rows: "
-                f"{own}."
+                f"{ONE_ENTRY} Received a number of all rows of the replica: {own}."
             )
         return True
 
@@ -183,17 +234,21 @@ class _RowsOfAll:
         given = [count, *(tf.stop_gradient(one) for one in real)]
         counts, *wholes = gathered(NAME, given)
         before = tf.reduce_sum(counts[: self._rank_of_all])
+        self._known.place = before, count[0]
         total = step.batch.total
         length = None if step.batch.spans_hosts or tf.is_tensor(total) else total
         for mine, whole in zip(own, wholes, strict=True):
             whole.set_shape([length, *mine.shape[1:]])
             if mine.dtype.is_floating or mine.dtype.is_complex:
-                whole = self._with_gradient(mine, whole, before, count[0])
+                whole = self._joined(mine, whole)
             value = step.analysis(self._rank).value(mine)
             if value.is_scaled_by_count:
                 step.suspicions.add(COUNTED.format(method=self._name), "counted")
+            cross = value.cross
+            if value.axes and not value.is_of_rows_in_order:
+                cross |= {Crossing(JOINED, mine.op.name)}
             # Rows may have seen each other in a layer.
-            register(whole, OF_ALL.but(cross=value.cross, lost=value.lost))
+            register(whole, OF_ALL.but(cross=cross, lost=value.lost))
             self._known[key_of(mine)] = mine, whole
 
     @property
@@ -201,25 +256,50 @@ class _RowsOfAll:
         context = tf.distribute.get_replica_context()
         return int(tf.get_static_value(context.replica_id_in_sync_group))
 
-    def _with_gradient(
-        self, own: tf.Tensor, whole: tf.Tensor, before: tf.Tensor, count: tf.Tensor
-    ) -> tf.Tensor:
-        """`whole`, of which `count` rows from `before` on have gradients."""
-        share = self._step.share_of(self._rank)
+    def _joined(self, own: tf.Tensor, whole: tf.Tensor | None = None) -> tf.Tensor:
+        """The rows of all, with a gradient for own ones; `whole`: those rows, if they
+        are there."""
+        name = name_of_gradient()
 
         @tf.custom_gradient
         def rows_of_all(own: tf.Tensor) -> Any:
-            def gradient(upstream: Any) -> tf.Tensor:
-                upstream = tf.convert_to_tensor(upstream)
-                part = upstream[before : before + count]
-                part *= tf.cast(tf.math.divide_no_nan(1.0, share), part.dtype)
-                missing = tf.shape(own)[0] - count  # a dummy row has no gradient
-                none = tf.zeros_like(own[:missing])
-                return tf.ensure_shape(tf.concat([part, none], 0), own.shape)
+            rows = whole
+            if rows is None:
+                real = self._trace.rows.real_rows(own)
+                rows = gathered(NAME, tf.stop_gradient(real))
 
-            return tf.identity(whole), gradient
+            def gradient(upstream: Any) -> tf.Tensor:
+                with exchanges_of(name):
+                    return self._sum_of_own(tf.convert_to_tensor(upstream), own)
+
+            return tf.identity(rows), gradient
 
         return rows_of_all(own)
+
+    def _sum_of_own(self, upstream: tf.Tensor, own: tf.Tensor) -> tf.Tensor:
+        """The sum over replicas of `upstream` at own rows, which is n / n_r times the
+        replica's. As a function it has the rows of all as its gradient."""
+        name, share, shape = name_of_gradient(), self._share, tf.shape(own)
+        before, count = self._trace.of(GatheredRows).place
+
+        @tf.custom_gradient
+        def sum_of_own(upstream: tf.Tensor) -> Any:
+            part = upstream[before : before + count]
+            part *= tf.cast(tf.math.divide_no_nan(1.0, share), part.dtype)
+            missing = shape[0] - count  # a dummy row has no gradient
+            part = tf.concat([part, tf.zeros_like(own[:missing])], 0)
+
+            def gradient(upstream: tf.Tensor) -> tf.Tensor:
+                with exchanges_of(name):
+                    return self._joined(upstream)
+
+            return tf.ensure_shape(part, own.shape), gradient
+
+        return sum_of_own(upstream)
+
+    @property
+    def _share(self) -> tf.Tensor:
+        return self._step.share_of(self._rank)
 
     def _checked(self, own: tf.Tensor) -> tf.Tensor:
         """`own`, which has as many rows as the replica's batch."""
@@ -266,38 +346,39 @@ def added_to_whole(
     return added
 
 
-def refuse_own_rows(step: Step, rank: int, number: Any, what: str) -> None:
-    """Refuses a number of all rows that depends on the replica's own as well."""
-    # A loss that the number of own rows scales is warned of, as any other.
-    if not is_of_graph(number) or not step.analysis(rank).value(number).is_of_replica:
-        return
-    raise ConfigurationError(
-        f"{what} depends on rows that tfdp.losses.on_all_rows cannot give it: those of "
-        "one replica, which it reads from elsewhere than its arguments, such as an "
-        "attribute that call() has set, or self.losses. Return such tensors from "
-        "call(), as outputs with a row for each row of the batch; leave what layers "
-        "give add_loss to super().compute_loss."
-    )
-
-
 def refuse_unused(model: Any, step: Step, fn: Any) -> None:
     """Refuses a step in which a mark could not act."""
     name = name_of_step(fn)
     if name not in ("train_step", "test_step") or not isinstance(model, keras.Model):
         return
     if model in ON_ALL_ROWS:
-        if not step.traces[0].of(GatheredRows).is_used:
+        used = step.traces[0].of(GatheredRows).used_in
+        if not used or (name == "train_step" and "compute_loss" not in used):
             raise ConfigurationError(
                 f"{NAME} was called on {type(model).__name__}, and "
-                f"its {name} calls neither self.compute_loss(x=x, y=y, y_pred=y_pred) "
-                "nor self.compute_metrics(...), which would get the rows of all "
-                "replicas. Call them; or gather the rows there, "
+                f"its {name} does not call self.compute_loss(x=x, y=y, y_pred=y_pred), "
+                "which would get the rows of all replicas (super().compute_loss would "
+                "not). Call it; or gather the rows there, "
                 "tfdp.losses.all_rows(y_pred)."
             )
-        return
-    inner = [one for one in layers_within(model) if one in ON_ALL_ROWS]
+        _warn_about_scaling(step)
+    inner = [
+        one for one in layers_within(model) if one in ON_ALL_ROWS and one is not model
+    ]
     if inner:
         raise ConfigurationError(
             f"{NAME} was called on {inner[0].name!r}, and the model "
             f"that trains is {model.name!r}, which contains it. Call it on that one."
         )
+
+
+def _warn_about_scaling(step: Step) -> None:
+    """Warns of a loss of all rows that a program divides by the number of replicas."""
+    if not step.of(GivenLosses).scales_by_hand:
+        return
+    for rank, gradients, _ in step.of(GivenLosses).gradients:
+        for given in gradients:
+            part = getattr(given, "values", given)
+            value = step.analysis(rank).value(part) if is_of_graph(part) else None
+            if value is not None and value.of_share and value.by_hand:
+                step.suspicions.add(SCALED_BY_HAND, "changed")

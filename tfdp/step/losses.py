@@ -354,7 +354,7 @@ def _losses_of_rows(
     return losses * step.trace(rank).shares.factor(1.0, losses.dtype)
 
 
-def _checked_loss(compute: Any, step: Step, *args: Any, **kwargs: Any) -> Any:
+def _checked_loss(compute: Any, step: Step, /, *args: Any, **kwargs: Any) -> Any:
     """Refuses losses of rows to which a mean or sum was added: one device counts it
     once per row of the global batch, and a replica does not have their number then."""
     loss = compute(*args, **kwargs)

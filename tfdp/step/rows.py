@@ -81,7 +81,7 @@ def dummy_row_overrides(
         yield Override(fn.__self__, "compute_loss", around(_own_loss, step))
 
 
-def _own_loss(compute: Callable, step: Step, *args: Any, **kwargs: Any) -> Any:
+def _own_loss(compute: Callable, step: Step, /, *args: Any, **kwargs: Any) -> Any:
     loss = compute(*args, **kwargs)
     return loss if loss is None else step.here.rows.part(loss)
 

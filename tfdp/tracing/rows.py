@@ -221,10 +221,12 @@ class OwnParts:
 @dataclasses.dataclass
 class RowsInSight:
     """Whether one replica computes on the rows of all replicas now, and whether its
-    metrics count them (`Trace.seeing_all_rows`)."""
+    metrics count them (`Trace.seeing_all_rows`); what these have `written`, for checks:
+    variables and values."""
 
     are_of_all: bool = False
     are_counted: bool = False
+    written: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
 
 
 def parts_of_batch(

@@ -56,8 +56,10 @@ def _counting(count: Callable[..., Any]) -> Callable[..., Any]:
 def _as_rank(rank: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(rank)
     def registered_rank(self: Any) -> Any:
-        found = rank(self)
-        if current_step() is not None:
+        found, here = rank(self), current_step()
+        if here is not None and here[0].here.sees_all_rows:
+            return tf.zeros_like(found)  # as on one device
+        if here is not None:
             register(found, REPLICATED.but(local=frozenset({"rank"})))
         return found
 

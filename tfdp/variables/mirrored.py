@@ -16,6 +16,7 @@ from tfdp.errors import CheckpointWarning, ConfigurationError
 from tfdp.lint.registry import is_of_graph, note_stored
 from tfdp.lint.terms import change_of, outermost, term_added_to
 from tfdp.tracing import state_checks
+from tfdp.tracing.rows import RowsInSight
 from tfdp.tracing.stored_state import note_counted, note_local_state
 from tfdp.variables.local_view import LocalView, in_replica_of
 
@@ -250,6 +251,10 @@ class ReplicaMirroredVariable(PythonValue, HandleOfReplica, OwnMeans, LocalView)
         )
         component = self._get_replica(rank)
         added = change_of(outermost(component.handle), value)
+        if step.trace(rank).sees_all_rows:  # the same from all: one adds it
+            first = step.trace(rank).counts
+            value = tf.where(first, value, self._get_replica(rank).read_value())
+            added = added if added is None else tf.where(first, added, 0)
         if added is None:
             return update_fn, step.own_part(rank, value)
         added, before = step.own_part(rank, added), component.read_value()
@@ -303,7 +308,9 @@ class ReplicaOnReadVariable(PythonValue, HandleOfReplica, names.SyncOnReadVariab
             names.current_rank(),
         )
         trace = step.trace(rank)
-        if self.aggregation == tf.VariableAggregation.SUM and not trace.sees_all_rows:
+        if trace.sees_all_rows:
+            trace.of(RowsInSight).written.append((self, value))
+        elif self.aggregation == tf.VariableAggregation.SUM:
             note_counted(step, rank, self, value, is_added)
         own = trace.counts
         if own is True:
