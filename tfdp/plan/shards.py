@@ -221,6 +221,28 @@ class JoinedShards(ShardLayout):
 
 
 @dataclasses.dataclass(frozen=True)
+class RowLayout(ShardLayout):
+    """A table of which each shard has equally many whole rows, padded with zeros.
+
+    >>> layout = RowLayout((5, 3), parts=2)
+    >>> [layout.bounds(part) for part in range(2)], layout.shard_shape(1)
+    ([(0, 9), (9, 15)], (3, 3))
+    """
+
+    @property
+    def rows(self) -> int:
+        """The rows of each shard."""
+        return -(-self.shape[0] // self.parts)
+
+    @property
+    def shard_elements(self) -> int:
+        return self.rows * math.prod(self.shape[1:])
+
+    def shard_shape(self, part: int) -> tuple[int, ...]:
+        return (self.rows, *self.shape[1:])
+
+
+@dataclasses.dataclass(frozen=True)
 class OwnedLayout(ShardLayout):
     """A tensor of which shard `owner` is the whole, and all other shards are empty.
 

@@ -26,6 +26,7 @@ from tfdp._private import optimizer_hooks as hooks
 from tfdp._private.names import current_rank
 from tfdp._private.optimizer_hooks import find_gradient_hook, is_own
 from tfdp.errors import ConfigurationError
+from tfdp.exchange.sparse import values_of, with_values
 from tfdp.plan.shards import OwnedLayout
 from tfdp.seams.replace import instance_attributes
 from tfdp.sharding.owners import (
@@ -172,7 +173,10 @@ class ShardedUpdates(PlainUpdates):
         if not places:
             return stock(gradients)
         dtype = _dtype_of_norms([g for g in gradients if g is not None])
-        own = [tf.reduce_sum(tf.square(tf.cast(gradients[i], dtype))) for i in places]
+        own = [
+            tf.reduce_sum(tf.square(tf.cast(values_of(gradients[i]), dtype)))
+            for i in places
+        ]
         held = [variables[i] for i in places]
         squares = _total_over_shards(own, held, self._shards)
         clipped = list(gradients)
@@ -182,9 +186,9 @@ class ShardedUpdates(PlainUpdates):
             for place, gradient in zip(others, clipped_by_keras, strict=True):
                 clipped[place] = gradient
             for place, square in zip(places, squares, strict=True):
-                gradient, bound = gradients[place], optimizer.clipnorm
-                larger = tf.maximum(tf.sqrt(square), bound)
-                clipped[place] = gradient * bound / tf.cast(larger, gradient.dtype)
+                clipped[place] = with_values(
+                    gradients[place], partial(_to_norm, optimizer.clipnorm, square)
+                )
             return clipped
         whole = [
             tf.reduce_sum(tf.square(tf.cast(tf.convert_to_tensor(g), dtype)))
@@ -196,6 +200,12 @@ class ShardedUpdates(PlainUpdates):
         # Adds 0, or nan if the norm is infinite: then everything is nan, as in Keras.
         scale = bound * tf.minimum(1.0 / norm, 1.0 / bound) + (norm - norm)
         return [None if g is None else g * tf.cast(scale, g.dtype) for g in gradients]
+
+
+def _to_norm(bound: Any, square: tf.Tensor, gradient: tf.Tensor) -> tf.Tensor:
+    """A gradient of which the whole has this squared norm, clipped to a norm."""
+    larger = tf.maximum(tf.sqrt(square), bound)
+    return gradient * bound / tf.cast(larger, gradient.dtype)
 
 
 def _dtype_of_norms(values: Sequence[Any]) -> tf.DType:

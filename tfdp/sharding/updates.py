@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -12,7 +13,11 @@ import keras
 import tensorflow as tf
 
 from tfdp._private import names
-from tfdp._private.keras_calls import is_made_for_autocast
+from tfdp._private.keras_calls import (
+    is_made_for_autocast,
+    makers_of_variable,
+    variable_of_caller,
+)
 from tfdp._private.keras_layers import autocast_dtype
 from tfdp._private.optimizer_hooks import ACCUMULATOR_NAME
 from tfdp.errors import ConfigurationError
@@ -21,7 +26,7 @@ from tfdp.exchange.reducer import Reducer
 from tfdp.exchange.shards import ShardReducer, copied_shard, elements_of, shard_of
 from tfdp.lint.registry import key_of, register
 from tfdp.lint.values import Term, Value
-from tfdp.plan.shards import OwnedLayout, Sharding, ShardLayout
+from tfdp.plan.shards import OwnedLayout, RowLayout, Sharding, ShardLayout
 from tfdp.seams.replace import Override
 from tfdp.sharding.owners import place_when_built
 from tfdp.sharding.variables import (
@@ -73,6 +78,8 @@ class ShardUpdates:
         self._updates_on_host = sharding.offloads
         #: What the replica of each part has to update of whole matrices.
         self.loads = [0] * self.transport.parts
+        #: Layers whose tables rest by rows, as far as Keras named them.
+        self.makers: weakref.WeakSet[Any] = weakref.WeakSet()
         # The layout of state that is created anew.
         self._layout_to_make: ShardLayout | None = None
 
@@ -113,7 +120,19 @@ class ShardUpdates:
     def layout_of_new(self, kwargs: dict[str, Any], value: Any) -> ShardLayout:
         """The layout of a variable about to be created."""
         reference = kwargs.get("colocate_with")
-        return getattr(reference, "update_layout", None) or self.layout_of(value)
+        layout = getattr(reference, "update_layout", None)
+        if layout is None and self._is_table(value):
+            self.makers.update(m for m in makers_of_variable()[-1:] if m is not None)
+            return RowLayout(tuple(value.shape.as_list()), self.transport.parts)
+        return layout or self.layout_of(value)
+
+    def _is_table(self, value: Any) -> bool:
+        """Whether the weight about to be created is a table that rests by rows."""
+        # Keras names no layer while it makes the weights of one that a call builds.
+        name = getattr(variable_of_caller(), "name", None)
+        is_table = name == "embeddings" and value.shape.rank == 2 and self.stage == 3
+        sends_rows = self.transport.swap is not None  # else layers gather it
+        return is_table and sends_rows and value.shape[0] >= self.transport.parts
 
     def layout_of(self, value: Any) -> ShardLayout:
         return ShardLayout(tuple(value.shape.as_list()), self.transport.parts)

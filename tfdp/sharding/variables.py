@@ -208,6 +208,13 @@ class ShardedVariable(InShards, DistributedVariable):
                 update_fn(self._values[rank], own, **kwargs)
         return self
 
+    def scatter_add(self, sparse_delta: Any, *args: Any, **kwargs: Any) -> Any:
+        """Adds slices of the replica's part to it, in an update."""
+        return self._values[updating_rank()].scatter_add(sparse_delta, *args, **kwargs)
+
+    def scatter_sub(self, sparse_delta: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._values[updating_rank()].scatter_sub(sparse_delta, *args, **kwargs)
+
     def _is_in_replica(self) -> bool:
         return in_replica_of(self.distribute_strategy)
 

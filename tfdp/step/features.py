@@ -123,7 +123,11 @@ class ShardsOfSums(Feature):
 
     def overrides(self, call: StepCall) -> Iterable[Override]:
         shards = call.strategy.extended.shards
-        return () if shards is None else shards.overrides(call)
+        if shards is None:
+            return ()
+        from tfdp.step.tables import table_overrides
+
+        return (*shards.overrides(call), *table_overrides(call))
 
     def stages(self, reduction: Reduction) -> Iterator[Stage]:
         shards = tf.distribute.get_strategy().extended.shards

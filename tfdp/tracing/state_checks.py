@@ -115,7 +115,14 @@ def has_same_rows(gradient: Any, step: Step, rank: Any) -> bool:
     # Replicas exchange values of one shape.
     if not gradient.values.shape.is_fully_defined():
         return False
-    value = step.analysis(rank).value(gradient.indices)
+    return is_given_to_all(gradient.indices, step, rank)
+
+
+def is_given_to_all(indices: tf.Tensor, step: Step, rank: Any) -> bool:
+    """Whether all replicas have the same indices, and not from their rows."""
+    if not indices.shape.is_fully_defined():
+        return False
+    value = step.analysis(rank).value(indices)
     return not value.local and value.terms <= {Term.CONSTANT, Term.REPLICATED}
 
 
