@@ -148,13 +148,14 @@ class _Lookup:
     def _checked(self, words: tf.Tensor) -> tf.Tensor:
         """Words as 32 bits; negative ones count from the end, as in Keras' lookup."""
         size = self._layout.shape[0]
-        words = tf.where(words < 0, words + size, words)
-        is_known = tf.reduce_all((words >= 0) & (words < size))
-        what = f"{self._layer.name!r} has rows for words from 0 to {size - 1}, and got"
-        check = tf.debugging.Assert(is_known, [what, words])
+        least, most = tf.reduce_min(words), tf.reduce_max(words)
+        what = f"The layer {self._layer.name} has rows for words 0 to {size - 1}."
+        are_known = tf.reduce_all((words >= -size) & (words < size))
+        given = [what, " Received words from ", least, " to ", most]
+        check = tf.debugging.Assert(are_known, given)
         run_independently(check)  # not ordered after other replicas' checks
         with tf.control_dependencies([check]):
-            return tf.cast(words, tf.int32)
+            return tf.cast(tf.where(words < 0, words + size, words), tf.int32)
 
     def _request(self, words: tf.Tensor) -> _Request:
         unique, places = tf.unique(words)
