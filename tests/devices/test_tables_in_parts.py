@@ -231,11 +231,10 @@ def test_other_lookups_are_those_of_one_device(form):
     assert_alike(own, one, least=least)
 
 
-@pytest.mark.parametrize("how", ["steps_per_execution", "eager", "float16"])
+@pytest.mark.parametrize("how", ["steps_per_execution", "float16"])
 def test_other_ways_to_step_are_those_of_one_device(how):
     options = {
         "steps_per_execution": {"steps_per_execution": 2},
-        "eager": {"run_eagerly": True},
         "float16": {},
     }[how]
     build, make = classifier, adam
@@ -396,7 +395,9 @@ def test_a_word_without_a_row_is_an_error_that_names_the_layer(word):
         model.compile("sgd", "mse", jit_compile=False)
     x, y = drawn(4)
     x[3, 1] = word  # of the second replica
-    with pytest.raises(tf.errors.InvalidArgumentError, match="table has rows for words 0 to 20"):
+    with pytest.raises(
+        tf.errors.InvalidArgumentError, match="table has rows for words 0 to 20"
+    ):
         model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
     # And the next step runs.
     x[3, 1] = 0

@@ -58,6 +58,7 @@ QUESTIONS = {
             *("chain/shards", "cluster/", "data/", "exchange/shards", "launch/"),
             *("plan/shards", "strategies/absent_hosts", "variables/in_shards"),
             *("sharding/", "_private/grain", "plan/options", "step/features"),
+            "step/tables",  # tables in shards
             # Blocks of a mesh are shards; an argument of Keras is named so.
             *("grid/", "plan/mesh", "strategies/keras_distribution"),
         ),
@@ -65,7 +66,10 @@ QUESTIONS = {
     ),
     "Is this gradient rows of a table?": Question(
         r"IndexedSlices|sum_rows|repeated_rows|all_reduce_rows",
-        ("chain/table_rows", "compression/blocks", "exchange/sparse", "hosts/row_sums"),
+        (
+            *("chain/table_rows", "compression/blocks", "exchange/sparse"),
+            *("hosts/row_sums", "step/tables"),
+        ),
         15,
     ),
     "Is this local training?": Question(

@@ -16,12 +16,14 @@ import numpy as np
 import tensorflow as tf
 from keras.optimizers import Optimizer
 
+from tfdp._private.keras_layers import replaced_in, stored_value
 from tfdp._private.keras_models import layers_within
 from tfdp._private.optimizer_hooks import CLIPPING
 from tfdp.chain.reduction import Reduction, Stage
 from tfdp.exchange.sparse import SMALL_TABLE_BYTES, merge_rows
 from tfdp.lint.op_kinds import gives_each_once
 from tfdp.lint.registry import is_of_graph
+from tfdp.plan.shards import RowLayout
 from tfdp.tracing.state_checks import has_same_rows
 
 INDEX_BYTES = 4  # Keras looks words up by int32
@@ -30,13 +32,15 @@ INDEX_BYTES = 4  # Keras looks words up by int32
 @dataclasses.dataclass(frozen=True)
 class Table:
     """The table of an `Embedding`; `row_bytes` includes a row's index, `words` are per
-    sample, `input_place` is the index of the model's only input with the words."""
+    sample, `input_place` is the index of the model's only input with the words; in
+    parts if its layer `looks_up_in_parts`."""
 
     variable: keras.Variable | None
     rows: int
     row_bytes: int
     words: int
     input_place: int | None
+    is_in_parts: bool = False
 
     @property
     def size_bytes(self) -> int:
@@ -72,10 +76,27 @@ def tables_of(network: keras.Model) -> list[Table]:
         rows, width = variable.shape
         row_bytes = width * np.dtype("float32").itemsize + INDEX_BYTES
         place = given.index(id(layer.input)) if id(layer.input) in given else None
-        table = Table(variable, rows, row_bytes, words, place)
+        in_parts = looks_up_in_parts(layer)
+        table = Table(variable, rows, row_bytes, words, place, in_parts)
         if table.size_bytes > SMALL_TABLE_BYTES:
             found.append(table)
     return found
+
+
+def looks_up_in_parts(layer: Any) -> bool:
+    """Whether a layer looks words up as Keras does, in a table that rests by rows."""
+    of_keras = keras.layers.Embedding
+    if not isinstance(layer, of_keras) or not layer.built:
+        return False
+    replaced = replaced_in(layer, of_keras)
+    # The parts of a lookup that a backward pass needs are small.
+    if replaced == "call" and getattr(layer.call, "is_rematerialized", False):
+        replaced = "" if type(layer).call is of_keras.call else replaced
+    if replaced or layer.quantization_mode is not None or layer.lora_enabled:
+        return False
+    table = stored_value(layer.embeddings)
+    # An optimizer may need it whole, at an owner.
+    return isinstance(getattr(table, "update_layout", None), RowLayout)
 
 
 def _words_of(layer: keras.layers.Embedding) -> int | None:

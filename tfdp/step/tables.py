@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
-from tfdp._private.keras_layers import replaced_in, stored_value
+from tfdp._private.keras_layers import stored_value
 from tfdp._private.keras_models import layers_within
 from tfdp._private.names import run_independently
-from tfdp.chain.table_rows import sums_repeated_rows
+from tfdp.chain.table_rows import looks_up_in_parts, sums_repeated_rows
 from tfdp.exchange.ordering import exchanges_of
 from tfdp.exchange.send_receive import sum_in_order
 from tfdp.exchange.sparse import merge_rows
@@ -53,22 +53,6 @@ def table_overrides(call: StepCall) -> Iterator[Override]:
     for layer in dict.fromkeys(layers):
         if looks_up_in_parts(layer):
             yield Override(layer, "call", around(_look_up, layer, shards, how))
-
-
-def looks_up_in_parts(layer: Any) -> bool:
-    """Whether a layer looks words up as Keras does, in a table that rests by rows."""
-    of_keras = keras.layers.Embedding
-    if not isinstance(layer, of_keras) or not layer.built:
-        return False
-    replaced = replaced_in(layer, of_keras)
-    # The parts of a lookup that a backward pass needs are small.
-    if replaced == "call" and getattr(layer.call, "is_rematerialized", False):
-        replaced = "" if type(layer).call is of_keras.call else replaced
-    if replaced or layer.quantization_mode is not None or layer.lora_enabled:
-        return False
-    table = stored_value(layer.embeddings)
-    # An optimizer may need it whole, at an owner.
-    return isinstance(getattr(table, "update_layout", None), RowLayout)
 
 
 def _look_up(original: Callable, layer: Any, shards: Any, how: str, inputs: Any) -> Any:

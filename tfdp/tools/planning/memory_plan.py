@@ -101,7 +101,7 @@ def sent_bytes(
     replicas: int,
     stage: int,
     remat: bool | str,
-    tables: Sequence[tuple[int, int, bool]] = (),
+    tables: Sequence[tuple[int, int, bool, int | None]] = (),
     moved_bytes: int = 0,
 ) -> int:
     """Bytes that a replica sends in a step, for gradients as large as the weights.
@@ -109,21 +109,29 @@ def sent_bytes(
         2 P (N - 1) / N,  and 3 P (N - 1) / N  at stage 3 with `remat`
 
     with P trainable bytes and N replicas. Of each of `tables` (bytes, bytes of rows r,
-    whether rows are summed) it sends (N - 1) r to all others instead, or the whole
-    table where rows are summed and that is less. Shards send whole tables. At stage 3
-    `moved_bytes` go to the owners of weights that are updated whole, and back.
+    whether rows are summed, and bytes of rows l that it looks up in parts, or None) it
+    sends (N - 1) r to all others instead, or the whole table where rows are summed and
+    that is less. Shards send whole tables, but for those in parts, of which they send
+    (l + r) (N - 1) / N. At stage 3 `moved_bytes` go to the owners of weights that are
+    updated whole, and back.
 
     >>> sent_bytes(100, replicas=4, stage=0, remat=False)
     150
-    >>> sent_bytes(100, 4, 0, False, tables=[(80, 10, True)])  # 30 of 20, and 3 x 10
+    >>> sent_bytes(100, 4, 0, False, tables=[(80, 10, True, None)])  # 30 of 20, 3 x 10
     60
     """
     ways = 3 if stage == 3 and remat else 2
     moved = 2 * moved_bytes if stage == 3 else 0
     total = 0
-    for size_bytes, row_bytes, adds_rows in tables if stage == 0 else ():
+    for size_bytes, row_bytes, adds_rows, looked_up in tables:
+        if looked_up is not None:
+            sent = (looked_up + row_bytes) * (replicas - 1) // replicas
+        elif stage == 0:
+            sent = (replicas - 1) * row_bytes
+            if adds_rows:
+                sent = min(sent, 2 * size_bytes * (replicas - 1) // replicas)
+        else:
+            continue
         trainable_bytes -= size_bytes
-        whole = 2 * size_bytes * (replicas - 1) // replicas
-        rows = (replicas - 1) * row_bytes
-        total += min(whole, rows) if adds_rows else rows
+        total += sent
     return total + (ways * trainable_bytes + moved) * (replicas - 1) // replicas

@@ -215,7 +215,12 @@ class Planner:
         self, facts: dict[str, Any], rows: int, sharding: Sharding, remat: bool | str
     ) -> int:
         tables = [
-            (table.size_bytes, table.sent_bytes(rows, adds_rows), adds_rows)
+            (
+                table.size_bytes,
+                table.sent_bytes(rows, adds_rows),
+                adds_rows,
+                table.sent_bytes(rows, True) if table.is_in_parts else None,
+            )
             for table, adds_rows in facts["tables"]
         ]
         # On one host each replica sends an owner its shard; else each sends all.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -292,6 +293,10 @@ class _Reader:
         read = [self._bytes_at(place) for place in inputs if place is not None]
         if op.type in PYTHON and op_names.LINK_CALL in op.name and number < len(read):
             return self._hosts * read[number]
+        if op.type == "GatherV2" and None not in op.inputs[0].shape[1:]:
+            # No more rows than indices, whatever they are taken from.
+            rows = read[1] // op.inputs[1].dtype.size
+            return rows * math.prod(op.inputs[0].shape[1:]) * tensor.element_bytes
         return most_bytes(op.type, read)
 
     def _bytes_at(self, place: Place | None) -> int:
