@@ -209,6 +209,13 @@ class InProcess(Transport):
             for place, like in likes.items()
         ]
 
+    def to_each(self, outgoing: Tensors, rank: int) -> list[tf.Tensor]:
+        """Sends a tensor to each member of the group, of any length; what they sent,
+        in their order."""
+        like = tf.TensorSpec([None, *outgoing[0].shape[1:]], outgoing[0].dtype)
+        places = range(len(outgoing))
+        return self.swap(dict(enumerate(outgoing)), dict.fromkeys(places, like), rank)
+
     def combine_at_first(
         self, tensors: Tensors, rank: int, how: RowSum
     ) -> list[tf.Tensor]:

@@ -61,6 +61,9 @@ class Transport(abc.ABC):
     join: Any = None
     #: Sends tensors to chosen replicas, as `InProcess.swap`; None: it cannot.
     swap: Any = None
+    #: Sends a tensor, of any length, to each replica: `InProcess.to_each`; None: it
+    #: cannot.
+    to_each: Any = None
 
     def __init__(self, devices: Sequence[str], topology: Topology):
         self.devices = tuple(devices)

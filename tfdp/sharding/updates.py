@@ -131,7 +131,7 @@ class ShardUpdates:
         # Keras names no layer while it makes the weights of one that a call builds.
         name = getattr(variable_of_caller(), "name", None)
         is_table = name == "embeddings" and value.shape.rank == 2 and self.stage == 3
-        sends_rows = self.transport.swap is not None  # else layers gather it
+        sends_rows = self.transport.to_each is not None  # else layers gather it
         return is_table and sends_rows and value.shape[0] >= self.transport.parts
 
     def layout_of(self, value: Any) -> ShardLayout:

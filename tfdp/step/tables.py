@@ -95,10 +95,9 @@ class _Lookup:
         self._layer, self._how, self._step, self._rank = layer, how, step, rank
         self._table = stored_value(layer.embeddings)
         self._layout: RowLayout = self._table.update_layout
-        self._transport = shards.transport
-        self._members = self._transport.parts
-        self._place = self._transport.part_of(rank)
-        self._device = self._transport.devices[rank]
+        transport = shards.transport
+        self._members, self._place = transport.parts, transport.part_of(rank)
+        self._device, self._transport = transport.devices[rank], transport
         self._is_of_all = False
 
     def of(self, words: tf.Tensor) -> tf.Tensor:
@@ -196,10 +195,5 @@ class _Lookup:
         return own
 
     def _swap(self, outgoing: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Sends a tensor to each member; what they sent, in their order."""
-        like = tf.TensorSpec([None, *outgoing[0].shape[1:]], outgoing[0].dtype)
-        sent, likes = (
-            dict(enumerate(outgoing)),
-            dict.fromkeys(range(self._members), like),
-        )
-        return self._transport.swap(sent, likes, self._rank)
+        received: list[tf.Tensor] = self._transport.to_each(outgoing, self._rank)
+        return received

@@ -1,0 +1,195 @@
+"""Measures training with large embedding tables: in parts, gathered, and whole.
+
+A model like DLRM (Naumov et al. 2019, arXiv 1906.00091): ten tables, and a few dense
+layers. "parts" is `shard="parameters"`, "gathered" the same with lookups of a subclass,
+which gather each table, "whole" a copy of all tables on each replica. Each figure comes
+from a process of its own; they take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import time
+from typing import Any
+
+from benchmarks.shared import (
+    Load,
+    in_a_line,
+    least_to_most,
+    make_parser,
+    run_script,
+    write_report,
+)
+from tfdp.tools.processes.children import ProcessFailed, ask_child
+
+ARMS = ("parts", "gathered", "whole")
+OPTIMIZERS = ("SGD", "Adagrad")
+# The first steps of an epoch, which also wait for its input.
+FIRST = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class TableRequest:
+    """A training by `fit`.
+
+    Args:
+      arm: "parts", "gathered" or "whole".
+      optimizer: a class of Keras'.
+      tables: how many.
+      words: of each table.
+      width: of a row.
+      rows: samples of a global batch; each has a word of each table.
+      steps: of an epoch.
+      replicas: logical CPUs.
+    """
+
+    arm: str
+    optimizer: str
+    tables: int = 10
+    words: int = 1_000_000
+    width: int = 16
+    rows: int = 1024
+    steps: int = 20
+    replicas: int = 2
+
+
+def make_model(request: TableRequest) -> Any:
+    """The model, compiled, in the scope of a strategy."""
+    import keras
+    from keras.layers import Concatenate, Dense, Embedding
+
+    class Gathered(Embedding):
+        """Gathers its table, because it has a call of its own."""
+
+        def call(self, inputs: Any) -> Any:
+            return super().call(inputs)
+
+    kind = Gathered if request.arm == "gathered" else Embedding
+    keras.utils.set_random_seed(0)
+    numbers = keras.Input((13,))
+    words = [keras.Input((), dtype="int32") for _ in range(request.tables)]
+    rows = [kind(request.words, request.width)(each) for each in words]
+    x = Concatenate()([*rows, Dense(request.width, "relu")(numbers)])
+    x = Dense(1)(Dense(64, "relu")(x))
+    model = keras.Model([*words, numbers], x)
+    optimizer = getattr(keras.optimizers, request.optimizer)(0.01)
+    model.compile(optimizer, "mse", jit_compile=False)
+    return model
+
+
+def measure(request: TableRequest) -> dict[str, float]:
+    """Seconds of a step, bytes of tables that all replicas send in it, and bytes that a
+    replica holds at rest."""
+    import keras
+    import numpy as np
+
+    import tfdp
+    from tfdp.exchange.traffic import TrafficMeter
+
+    tfdp.use_virtual_devices(request.replicas)
+    shard = "none" if request.arm == "whole" else "parameters"
+    strategy = tfdp.DataParallelStrategy(shard=shard, alone=True)
+    with strategy.scope():
+        model = make_model(request)
+    drawn = np.random.default_rng(0)
+    samples = request.rows * request.steps
+    x = [
+        drawn.integers(0, request.words, samples).astype("int32")
+        for _ in range(request.tables)
+    ]
+    x.append(drawn.normal(size=(samples, 13)).astype("float32"))
+    y = drawn.normal(size=(samples, 1)).astype("float32")
+    marks: list[float] = []
+
+    class Marks(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == FIRST - 1:
+                marks.append(time.perf_counter())
+
+    meter = TrafficMeter()
+    strategy.extended.reducer.transport.traffic.meters.add(meter)
+    options = {"batch_size": request.rows, "shuffle": False, "verbose": 0}
+    fitted = model.fit(x, y, epochs=2, callbacks=[Marks()], **options)
+    end = time.perf_counter()
+    if not np.isfinite(fitted.history["loss"][-1]):
+        raise ValueError("The loss is not finite: the figures would mean nothing.")
+    dense = [w for w in model.weights if w.shape[0] != request.words]
+    of_dense = (
+        2 * (request.replicas - 1) * 4 * sum(int(np.prod(w.shape)) for w in dense)
+    )
+    held = 0
+    for variable in (*model.weights, *model.optimizer.variables):
+        first = getattr(variable.value, "values", [variable.value])[0]
+        held += int(np.prod(first.shape)) * first.dtype.size
+    part = 1 if request.arm == "whole" else request.replicas
+    away = (request.replicas - 1) / request.replicas
+    once, each = 0, samples * request.tables
+    for words in x[:-1]:
+        of_replicas = words.reshape(request.steps, request.replicas, -1)
+        once += sum(len(np.unique(own)) for step in of_replicas for own in step)
+    is_linear = request.optimizer == "SGD"
+    row = request.width * 4
+    touched = away * (once * (4 + row) + (once if is_linear else each) * (4 + row))
+    return {
+        "seconds": (end - marks[-1]) / (request.steps - FIRST),
+        "bytes": (meter.sent_bytes or 0) / (2 * request.steps) - of_dense,
+        "touched_bytes": touched / request.steps,
+        "held_bytes": held,
+        "expected_bytes": request.tables * request.words * row / part,
+    }
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures all arms in turn, and prints them side by side."""
+    small = {"words": 1000, "rows": 64, "steps": 4} if options.quick else {}
+    if options.words:
+        small["words"] = options.words
+    requests = [TableRequest(arm, name, **small) for name in OPTIMIZERS for arm in ARMS]
+    found: dict[TableRequest, list[dict[str, float]]] = {one: [] for one in requests}
+    load, failed = Load(), 0
+    for _ in range(options.repeats):
+        for request in requests:
+            try:
+                asked = dataclasses.asdict(request)
+                deadline = options.timeout_seconds
+                found[request].append(ask_child("benchmarks.tables", asked, deadline))
+            except ProcessFailed as error:
+                failed = 1
+                print(f"{request}: {in_a_line(error)}", file=sys.stderr)
+            load.note()
+    for request in requests:
+        if not found[request]:
+            continue
+        seconds = [one["seconds"] for one in found[request]]
+        first = found[request][0]
+        print(
+            f"{request.optimizer} {request.arm}: "
+            f"{least_to_most(seconds, '.4f', ' s')} a step, {first['bytes']:,.0f} "
+            f"bytes of tables sent (rows of the words: {first['touched_bytes']:,.0f}), "
+            f"{first['held_bytes']:,.0f} bytes at rest on a replica (of tables "
+            f"{first['expected_bytes']:,.0f})"
+        )
+    for name in OPTIMIZERS:
+        of_name = [request for request in requests if request.optimizer == name]
+        parts, *others = ([one["seconds"] for one in found[r]] for r in of_name)
+        for arm, other in zip(ARMS[1:], others, strict=True):
+            if parts and other:
+                ratios = [b / a for a, b in zip(parts, other, strict=False)]
+                print(f"{name}: steps/s / {arm}: {least_to_most(ratios, '.2f')}")
+    print(f"\n{load}", flush=True)
+    rows = [{**dataclasses.asdict(r), "found": of} for r, of in found.items()]
+    write_report(options.json, "tables", loads=load.figures, rows=rows)
+    return failed
+
+
+def find(asked: dict[str, Any]) -> dict[str, float]:
+    """The figures that a worker process measures."""
+    return measure(TableRequest(**asked))
+
+
+if __name__ == "__main__":
+    parser = make_parser(__doc__, repeats=3)
+    parser.add_argument("--words", type=int, help="of each table, by default 1000000")
+    run_script(parser, run, find)
