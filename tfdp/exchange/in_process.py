@@ -209,12 +209,23 @@ class InProcess(Transport):
             for place, like in likes.items()
         ]
 
-    def to_each(self, outgoing: Tensors, rank: int) -> list[tf.Tensor]:
-        """Sends a tensor to each member of the group, of any length; what they sent,
-        in their order."""
-        like = tf.TensorSpec([None, *outgoing[0].shape[1:]], outgoing[0].dtype)
-        places = range(len(outgoing))
-        return self.swap(dict(enumerate(outgoing)), dict.fromkeys(places, like), rank)
+    def to_each(
+        self, rows: tf.Tensor, sizes: tf.Tensor, rank: int, label: str
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """See `Transport`."""
+        members = len(self.groups.of(rank))
+        with tf.device(self.devices[rank]):
+            like = tf.TensorSpec([None, *rows.shape[1:]], rows.dtype)
+            sent = dict(enumerate(tf.split(rows, sizes, num=members)))
+            got = self.swap(sent, dict.fromkeys(range(members), like), rank)
+            # Not the shape of the own one: TensorFlow takes those of all outputs of a
+            # SplitV of unknown sizes for equal, and may read another's.
+            own = self.part_of(rank)
+            counts = [
+                sizes[own] if place == own else tf.shape(piece)[0]
+                for place, piece in enumerate(got)
+            ]
+            return tf.concat(got, 0), tf.stack(counts)
 
     def combine_at_first(
         self, tensors: Tensors, rank: int, how: RowSum

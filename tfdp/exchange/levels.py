@@ -15,7 +15,6 @@ from tfdp.exchange.in_process import InProcess
 from tfdp.exchange.late_exchange import AsyncExchange
 from tfdp.exchange.over_link import OverLink
 from tfdp.exchange.packing import Tensors, whole_specs, wholes_from_parts
-from tfdp.exchange.rows_to_each import RowsToEach
 from tfdp.exchange.sparse import RowSum
 from tfdp.exchange.transport import Transport
 from tfdp.plan.shards import Layouts, ShardLayout
@@ -54,7 +53,10 @@ class Levels(Transport):
         self._shards_over_hosts = shards_over_hosts
         first = outer.part_of(FIRST) * inner.replicas
         self._first_part = first if shards_over_hosts else 0
-        self.to_each = RowsToEach(inner, outer) if shards_over_hosts else None
+        if shards_over_hosts:
+            from tfdp.exchange.rows_to_each import RowsToEach
+
+            self.to_each = RowsToEach(inner, outer)
 
     def among(self, groups: Groups) -> Transport:
         """See `Transport`. Groups that cross hosts exchange sums only, and each must

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from tfdp.exchange.sparse import RowSum
 from tfdp.exchange.transport import Transport
 from tfdp.exchange.wire_types import fitting_wire_dtype
 from tfdp.hosts.host_link import HostLink
+from tfdp.hosts.rows_to_each import rows_to_each
 from tfdp.plan.shards import Layouts
 from tfdp.plan.topology import Topology
 
@@ -162,38 +164,14 @@ class OverLink(Transport):
         )[0]
 
     def rows_to_each(
-        self, numbers: tf.Tensor, rows: tf.Tensor
+        self, rows: tf.Tensor, numbers: tf.Tensor, label: str
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Sends rows to each host, as many as its entries of `numbers` [hosts, ...]
-        say; the numbers that came from each, and the rows."""
-        link, hosts = self.link, range(self.link.workers)
-
-        def exchange(mine: np.ndarray, sent: np.ndarray) -> list[np.ndarray]:
-            size = mine.size
-            ranges = [(host * size, (host + 1) * size) for host in hosts]
-            (of_all,) = link.all_gather([mine.reshape(-1)], [ranges], "numbers of rows")
-            of_all = of_all.reshape(len(hosts), *mine.shape)
-            totals = of_all.reshape(len(hosts), len(hosts), -1).sum(-1)
-            # Rows for one host as bytes, as many as the most for any.
-            width = sent.dtype.itemsize * int(np.prod(sent.shape[1:]))
-            padded = np.zeros((len(hosts), max(1, totals.max()), width), np.uint8)
-            data, begin = np.frombuffer(sent.tobytes(), np.uint8).reshape(-1, width), 0
-            for host, count in enumerate(totals[link.rank]):
-                padded[host, :count] = data[begin : begin + count]
-                begin += count
-            received = link.all_to_all(padded, "rows")
-            counts = totals[:, link.rank]
-            joined = np.concatenate([received[h, : counts[h]] for h in hosts])
-            back = joined.tobytes()
-            shape = (len(joined), *sent.shape[1:])
-            return [
-                of_all[:, link.rank].copy(),
-                np.frombuffer(back, sent.dtype).reshape(shape),
-            ]
-
+        say; those that came, and the numbers from each host."""
         like = tf.TensorSpec([None, *rows.shape[1:]], rows.dtype)
-        came, joined = self.call(exchange, [numbers, rows], [numbers, like])
-        return came, joined
+        exchange = functools.partial(rows_to_each, self.link, label)
+        joined, came = self.call(exchange, [rows, numbers], [like, numbers])
+        return joined, came
 
     def broadcast(self, tensors: Tensors, rank: int) -> list[tf.Tensor]:
         return list(map(self._broadcast, tensors))

@@ -1,13 +1,15 @@
 """Sends rows, of any number, from each replica of several hosts to each other one.
 
-The first replica of a host collects what its replicas send to other hosts, exchanges it
-with the first ones of these, and hands out what came.
+The first replica of a host collects what its replicas send, exchanges with the first
+ones of other hosts, and hands out what came.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import tensorflow as tf
 
 from tfdp.exchange.in_process import InProcess, Sent
@@ -17,7 +19,7 @@ FIRST = 0
 
 
 class RowsToEach:
-    """See `Transport.to_each`.
+    """The `to_each` of a `Transport` over hosts.
 
     Cost per host: on two hosts as many rows cross as the host with more of them sends,
     and 4 bytes for each pair of replicas; `HostLink.all_to_all` has those of more.
@@ -26,52 +28,50 @@ class RowsToEach:
     def __init__(self, inner: InProcess, outer: OverLink):
         self._inner, self._outer = inner, outer
         self._replicas, self._hosts = inner.replicas, outer.replicas
-        self._begin = outer.part_of(FIRST) * inner.replicas
 
-    def __call__(self, outgoing: Sequence[tf.Tensor], rank: int) -> list[tf.Tensor]:
-        here = range(self._begin, self._begin + self._replicas)
-        within = self._inner.to_each([outgoing[place] for place in here], rank)
+    def __call__(
+        self, rows: tf.Tensor, sizes: tf.Tensor, rank: int, label: str
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        senders = range(self._replicas if rank == FIRST else 0)
         with tf.device(self._inner.devices[rank]):
-            away = [
-                rows[:0] if place in here else rows
-                for place, rows in enumerate(outgoing)
-            ]
-            sizes = tf.stack([tf.shape(rows)[0] for rows in away])
-            senders = range(self._replicas if rank == FIRST else 0)
-            joined = tf.concat(away, 0)
             of_each = self._swap({FIRST: sizes}, senders, rank, sizes)
-            rows_of_each = self._swap({FIRST: joined}, senders, rank, joined)
-            sent: tuple[Sent, Sent] = ({}, {})
+            rows_of_each = self._swap({FIRST: rows}, senders, rank, rows)
+            handed: tuple[Sent, Sent] = ({}, {})
             if rank == FIRST:
-                sent = self._across(of_each, rows_of_each)
-            [numbers] = self._swap(sent[0], [FIRST], rank, sizes)
-            [rows] = self._swap(sent[1], [FIRST], rank, outgoing[0])
-            received = tf.split(rows, numbers, num=len(outgoing))
-        received[self._begin : self._begin + self._replicas] = within
-        return received
+                handed = self._across(rows_of_each, tf.stack(of_each), label)
+            [came] = self._swap(handed[0], [FIRST], rank, rows)
+            [numbers] = self._swap(handed[1], [FIRST], rank, sizes)
+            return came, tf.ensure_shape(numbers, sizes.shape)
 
     def _across(
-        self, sizes: Sequence[tf.Tensor], rows: Sequence[tf.Tensor]
+        self, rows: Sequence[tf.Tensor], sizes: tf.Tensor, label: str
     ) -> tuple[Sent, Sent]:
-        """The numbers of rows from each replica for each of this host, and the rows."""
-        hosts, own = range(self._hosts), range(self._replicas)
-        pieces = [
-            tf.split(of_one, numbers, num=self._hosts * self._replicas)
-            for of_one, numbers in zip(rows, sizes, strict=True)
-        ]
+        """The rows for each replica of this host, and how many are from each."""
+        hosts, own = self._hosts, self._replicas
         # By receiving host, sender, and receiver.
-        ordered = [pieces[s][h * len(own) + r] for h in hosts for s in own for r in own]
-        shape = [len(own), len(hosts), len(own)]
-        numbers = tf.transpose(tf.reshape(tf.stack(sizes), shape), [1, 0, 2])
-        numbers, joined = self._outer.rows_to_each(numbers, tf.concat(ordered, 0))
-        flat = tf.split(joined, tf.reshape(numbers, [-1]), num=len(ordered))
-        return (
-            {r: tf.reshape(numbers[:, :, r], [-1]) for r in own},
-            {r: tf.concat(flat[r :: len(own)], 0) for r in own},
-        )
+        numbers = tf.transpose(tf.reshape(sizes, [own, hosts, own]), [1, 0, 2])
+        counts = tf.reshape(sizes, [-1])
+        joined = _ordered(tf.concat(rows, 0), counts, [own, hosts, own], [1, 0, 2])
+        joined, numbers = self._outer.rows_to_each(joined, numbers, label)
+        # By receiver, and sender on all hosts.
+        by_receiver = tf.reshape(tf.transpose(numbers, [2, 0, 1]), [own, hosts * own])
+        counts = tf.reshape(numbers, [-1])
+        joined = _ordered(joined, counts, [hosts, own, own], [2, 0, 1])
+        parts = tf.split(joined, tf.reduce_sum(by_receiver, 1), num=own)
+        return dict(enumerate(parts)), dict(enumerate(tf.unstack(by_receiver, own)))
 
     def _swap(
         self, sent: Sent, senders: Sequence[int], rank: int, like: tf.Tensor
     ) -> list[tf.Tensor]:
         spec = tf.TensorSpec([None, *like.shape[1:]], like.dtype)
         return self._inner.swap(sent, dict.fromkeys(senders, spec), rank)
+
+
+def _ordered(
+    rows: tf.Tensor, counts: tf.Tensor, shape: Sequence[int], order: Sequence[int]
+) -> tf.Tensor:
+    """The rows of which runs, as long as `counts`, have places in an array of `shape`,
+    in the order of the places of the array's transpose."""
+    places = np.arange(math.prod(shape)).reshape(shape).transpose(order)
+    runs = tf.split(rows, counts, num=places.size)
+    return tf.concat([runs[place] for place in places.ravel()], 0)

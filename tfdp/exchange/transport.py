@@ -61,8 +61,9 @@ class Transport(abc.ABC):
     join: Any = None
     #: Sends tensors to chosen replicas, as `InProcess.swap`; None: it cannot.
     swap: Any = None
-    #: Sends a tensor, of any length, to each replica: `InProcess.to_each`; None: it
-    #: cannot.
+    #: `to_each(rows, sizes, rank, label)` sends rows to each replica, in order, as many
+    #: as `sizes` (int32 [parts]) says; gives those that came, and the numbers from
+    #: each. None: it cannot.
     to_each: Any = None
 
     def __init__(self, devices: Sequence[str], topology: Topology):

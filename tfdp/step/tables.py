@@ -15,8 +15,8 @@ Where the update is the same a word's gradients are added before they travel.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -68,6 +68,25 @@ def _look_up(original: Callable, layer: Any, shards: Any, how: str, inputs: Any)
     return _Lookup(layer, shards, step, rank, how).of(words)
 
 
+class _ByOwner(NamedTuple):
+    """The order of rows by the members that own them.
+
+    Args:
+      order: the place of each, among rows in another order.
+      sizes: how many each member owns.
+    """
+
+    order: tf.Tensor
+    sizes: tf.Tensor
+
+    @classmethod
+    def of(cls, owners: tf.Tensor, members: int) -> _ByOwner:
+        """The order of rows with these owners, stable."""
+        is_of = tf.equal(owners[:, None], tf.range(members))
+        sizes = tf.reduce_sum(tf.cast(is_of, tf.int32), 0)
+        return cls(tf.argsort(owners, stable=True), sizes)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Request:
     """The words that a replica asks for, and those that it is asked for.
@@ -77,14 +96,16 @@ class _Request:
       owners: the part of each.
       source: the place of each among the rows that the replica receives.
       sizes: how many of these come from each owner.
-      asked: by member, the rows of the replica's part that it asks for.
+      asked: the rows of the replica's part that others ask for, by member.
+      asked_sizes: how many each asks for.
     """
 
     words: tf.Tensor
     owners: tf.Tensor
     source: tf.Tensor
     sizes: tf.Tensor
-    asked: Sequence[tf.Tensor]
+    asked: tf.Tensor
+    asked_sizes: tf.Tensor
 
 
 class _Lookup:
@@ -98,7 +119,7 @@ class _Lookup:
         transport = shards.transport
         self._members, self._place = transport.parts, transport.part_of(rank)
         self._device, self._transport = transport.devices[rank], transport
-        self._is_of_all = False
+        self._is_of_all, self._label = False, ""
 
     def of(self, words: tf.Tensor) -> tf.Tensor:
         """The rows of the table for `words`, in the layer's type."""
@@ -106,27 +127,36 @@ class _Lookup:
         # A table of positions: replicas' gradients are added place by place.
         self._is_of_all = is_given_to_all(words, self._step, self._rank)
         real = words if self._is_of_all else rows.real_rows(words)
-        name, width = name_of_gradient(), self._layout.shape[1:]
+        name = name_of_gradient()
+        self._label = f"rows of lookup {name.rstrip('.')}"
         with tf.device(self._device):
             request = self._request(self._checked(tf.reshape(real, [-1])))
 
+            # All in one: tapes of hosts with and without rows go in the same order.
             @tf.custom_gradient
             def take(part: tf.Tensor) -> Any:
                 def gradient(upstream: tf.Tensor) -> tf.IndexedSlices:
                     with exchanges_of(name), tf.device(self._device):
-                        return self._to_owners(upstream, request)
+                        own = upstream if self._is_of_all else rows.real_rows(upstream)
+                        return self._to_owners(own, request)
 
-                return self._received(part, request), gradient
+                return self._shaped(self._received(part, request), words), gradient
 
-            flat = take(self._table.read_shard(self._rank))
-            found = tf.reshape(flat, tf.concat([tf.shape(real), width], 0))
-            if not self._is_of_all and rows.present is not True:
-                missing = tf.shape(words)[0] * (1 - tf.cast(rows.present, tf.int32))
-                shape = tf.concat([missing[None], tf.shape(found)[1:]], 0)
-                found = tf.concat([found, tf.zeros(shape, found.dtype)], 0)
-            found = tf.ensure_shape(found, [*words.shape, *width])
+            found = take(self._table.read_shard(self._rank))
         register(found, OF_ALL if self._is_of_all else words)
         return found
+
+    def _shaped(self, found: tf.Tensor, words: tf.Tensor) -> tf.Tensor:
+        """Rows in the shape of words, with zeros for a dummy row."""
+        shape = tf.concat([tf.shape(words), self._layout.shape[1:]], 0)
+        if (
+            not self._is_of_all
+            and self._step.trace(self._rank).rows.present is not True
+        ):
+            missing = tf.reduce_prod(shape[:-1]) - tf.shape(found)[0]
+            found = tf.pad(found, [[0, missing], [0, 0]])
+        found = tf.reshape(found, shape)
+        return tf.ensure_shape(found, [*words.shape, *self._layout.shape[1:]])
 
     def _checked(self, words: tf.Tensor) -> tf.Tensor:
         """Words as 32 bits; negative ones count from the end, as in Keras' lookup."""
@@ -143,47 +173,56 @@ class _Lookup:
     def _request(self, words: tf.Tensor) -> _Request:
         unique, places = tf.unique(words)
         owners, here = unique // self._layout.rows, unique % self._layout.rows
-        numbers = tf.range(tf.size(unique))
-        order = tf.concat(tf.dynamic_partition(numbers, owners, self._members), 0)
-        outgoing = tf.dynamic_partition(here, owners, self._members)
-        sizes = tf.stack([tf.size(each) for each in outgoing])
+        by_owner = _ByOwner.of(owners, self._members)
         if self._is_of_all:
-            asked = [outgoing[self._place]] * self._members
+            own = tf.boolean_mask(here, tf.equal(owners, self._place))
+            asked = tf.tile(own, [self._members])
+            asked_sizes = tf.fill([self._members], tf.size(own))
         else:
-            asked = self._swap(outgoing)
-        source = tf.gather(tf.math.invert_permutation(order), places)
+            asked, asked_sizes = self._to_each(
+                tf.gather(here, by_owner.order), by_owner
+            )
+        source = tf.gather(tf.math.invert_permutation(by_owner.order), places)
         owner_of_each = tf.gather(owners, places)
-        return _Request(words % self._layout.rows, owner_of_each, source, sizes, asked)
+        words %= self._layout.rows
+        sizes = by_owner.sizes
+        return _Request(words, owner_of_each, source, sizes, asked, asked_sizes)
 
     def _received(self, part: tf.Tensor, request: _Request) -> tf.Tensor:
         # Cast before it travels, as the gathered table would be after.
-        dtype = self._layer.compute_dtype
-        found = [tf.cast(tf.gather(part, rows), dtype) for rows in request.asked]
-        return tf.gather(tf.concat(self._swap(found), 0), request.source)
+        found = tf.cast(tf.gather(part, request.asked), self._layer.compute_dtype)
+        sizes = request.asked_sizes
+        rows, _ = self._transport.to_each(found, sizes, self._rank, self._label)
+        return tf.gather(rows, request.source)
 
     def _to_owners(self, upstream: tf.Tensor, request: _Request) -> tf.IndexedSlices:
         """The gradients of the replica's part of the table."""
-        members, dtype = self._members, self._table.dtype
+        dtype = self._table.dtype
         upstream = tf.reshape(upstream, [-1, *self._layout.shape[1:]])
+        if self._how != "each" and not self._is_of_all:
+            total, values = tf.reduce_sum(request.sizes), tf.cast(upstream, dtype)
+            sums = tf.math.unsorted_segment_sum(values, request.source, total)
+            return self._noted(self._to_each(sums, request)[0], request.asked)
+        by_owner = _ByOwner.of(request.owners, self._members)
         if self._is_of_all:
             upstream = self._step.own_gradient(self._rank, upstream)
-        if self._how == "each" or self._is_of_all:
-            sent = tf.dynamic_partition(upstream, request.owners, members)
-            rows = tf.dynamic_partition(request.words, request.owners, members)
-        else:
-            total = tf.reduce_sum(request.sizes)
-            sums = tf.math.unsorted_segment_sum(
-                tf.cast(upstream, dtype), request.source, total
-            )
-            sent = tf.split(sums, request.sizes, num=members)
-            rows = None
-        pieces = [tf.cast(piece, dtype) for piece in self._swap(sent)]
-        if self._is_of_all:
-            values, indices = sum_in_order(pieces), rows[self._place]
-        else:
-            asked = request.asked if rows is None else self._swap(rows)
-            values, indices = tf.concat(pieces, 0), tf.concat(asked, 0)
+        values = self._to_each(tf.gather(upstream, by_owner.order), by_owner)[0]
+        values = tf.cast(values, dtype)
+        if self._is_of_all:  # the same words from each
+            words = tf.equal(request.owners, self._place)
+            indices = tf.boolean_mask(request.words, words)
+            return self._noted(sum_in_order(tf.split(values, self._members)), indices)
+        indices = self._to_each(tf.gather(request.words, by_owner.order), by_owner)[0]
         return self._noted(values, indices)
+
+    def _to_each(
+        self, rows: tf.Tensor, by_owner: _ByOwner | _Request
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Sends rows to their owners; those that came, and how many from each."""
+        found: tuple[tf.Tensor, tf.Tensor] = self._transport.to_each(
+            rows, by_owner.sizes, self._rank, self._label
+        )
+        return found
 
     def _noted(self, values: tf.Tensor, indices: tf.Tensor) -> tf.IndexedSlices:
         shape = tf.constant(self._layout.shard_shape(self._place))
@@ -193,7 +232,3 @@ class _Lookup:
         register(own, Value(terms=frozenset({Term.SHARD})))
         self._step.trace(self._rank).of(ShardTrace).gradients[key_of(own.values)] = own
         return own
-
-    def _swap(self, outgoing: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        received: list[tf.Tensor] = self._transport.to_each(outgoing, self._rank)
-        return received
