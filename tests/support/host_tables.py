@@ -18,7 +18,7 @@ def main(forms):
     for form in forms:
         build = tables.FORMS.get(form, tables.classifier)
         optimizer = tables.OPTIMIZERS.get(form, tables.adam)
-        for batch in (12, 9, 1):
+        for batch in (9, 1):
             strategy = tfdp.MultiHostDataParallelStrategy(
                 shard="parameters", shard_min_bytes=0
             )
