@@ -92,18 +92,6 @@ def replaced_in(layer: Any, of_keras: type) -> str:
     return ""
 
 
-def why_not_of_keras(layer: Any, of_keras: Any) -> str:
-    """The reason why a layer's call may be another; "": it is as Keras made it."""
-    replaced = replaced_in(layer, of_keras)
-    if replaced:
-        return f"{type(layer).__name__} has a {replaced} of its own"
-    if getattr(layer, "quantization_mode", None) is not None:
-        return "it is quantized"
-    if getattr(layer, "lora_enabled", False):
-        return "it has a LoRA"
-    return ""
-
-
 def is_attention(layer: Any) -> bool:
     """Whether a layer is a built attention as Keras made it, by heads."""
     return layer.built and any(

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import keras
 
-from tfdp._private.keras_layers import is_attention, projections_of, why_not_of_keras
+from tfdp._private.keras_layers import is_attention, projections_of, replaced_in
 from tfdp.plan.mesh import MeshLayout
 
 #: How a weight rests; None: whole.
@@ -141,7 +141,7 @@ def in_parts(layer: Any, layout_of: LayoutOf) -> InParts | Gathered | None:
         layout = None if kernel is None else layout_of(kernel)
         if layout is None:
             continue
-        cut = why_not_of_keras(layer, of_keras) or _along(layout)
+        cut = _why_not(layer, of_keras) or _along(layout)
         found = cut if isinstance(cut, str) else decide(layer, kernel, cut, layout_of)
         return Gathered(kernel, found) if isinstance(found, str) else found
     return None
@@ -152,6 +152,18 @@ class _Cut(NamedTuple):
 
     along: str
     dimension: int
+
+
+def _why_not(layer: Any, of_keras: Any) -> str:
+    """The reason why a layer's call may be another; "": it is as Keras made it."""
+    replaced = replaced_in(layer, of_keras)
+    if replaced:
+        return f"{type(layer).__name__} has a {replaced} of its own"
+    if getattr(layer, "quantization_mode", None) is not None:
+        return "it is quantized"
+    if getattr(layer, "lora_enabled", False):
+        return "it has a LoRA"
+    return ""
 
 
 def _along(layout: MeshLayout) -> _Cut | str:
