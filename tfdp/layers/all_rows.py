@@ -10,8 +10,6 @@ import keras
 from tfdp._private.keras_models import mask_of, put_mask
 from tfdp.errors import ConfigurationError
 from tfdp.losses import all_rows, own_rows
-from tfdp.tracing.loss_checks import refuse_own_counts, refuse_own_rows
-from tfdp.tracing.state_checks import depends_on_replica
 from tfdp.tracing.step import current_step
 
 
@@ -38,8 +36,9 @@ class AllRows(keras.layers.Wrapper):
 
     Raises:
       ConfigurationError: for a layer that needs several arguments; for tensors without
-        rows; and where replicas cannot exchange: with `jit_compile=True`, on padded
-        batches, in a `tf.function`, a branch or a loop of a step.
+        rows; for one that reads rows of a replica from elsewhere than its argument, or
+        a metric; and where replicas cannot exchange: with `jit_compile=True`, on TPUs,
+        on padded batches, in a `tf.function`, a branch or a loop of a step.
 
     Cost: each replica receives the other replicas' rows, and computes the layer on all
     of them, R times its own part; the gradient sends as many bytes back.
@@ -71,18 +70,17 @@ class AllRows(keras.layers.Wrapper):
         found = current_step()
         if found is None or found[0].replicas == 1 or found[0].here.sees_all_rows:
             return self.layer(inputs, **options)
-        step, rank = found
-        own = [x for x in keras.tree.flatten(inputs) if depends_on_replica(*found, x)]
+        here = found[0].here
+        own = [x for x in keras.tree.flatten(inputs) if here.may_have_rows(x)]
         if not own:
             return self.layer(inputs, **options)
         wholes = keras.tree.map_structure(
-            lambda x: _whole(x) if depends_on_replica(*found, x) else x, inputs
+            lambda x: _whole(x) if here.may_have_rows(x) else x, inputs
         )
-        with step.here.seeing_all_rows():
+        with here.seeing_all_rows():
             outputs = self.layer(wholes, **options)
         for output in keras.tree.flatten(outputs):
-            refuse_own_rows(step, rank, output, f"The layer {self.layer.name!r}")
-            refuse_own_counts(step, rank, output, f"The layer {self.layer.name!r}")
+            here.refuse_own(output, f"The layer {self.layer.name!r}")
         like = own[0]
         return keras.tree.map_structure(lambda whole: _own(whole, like), outputs)
 

@@ -37,10 +37,9 @@ from tfdp.losses import DENSE, ON_ALL_ROWS, gathered, replicas_in_sync
 from tfdp.seams.replace import Override
 from tfdp.tracing.gradient_exchanges import exchanges_of, name_of_gradient
 from tfdp.tracing.keras_steps import name_of_step
-from tfdp.tracing.loss_checks import refuse_own_counts, refuse_own_rows
 from tfdp.tracing.loss_shares import GivenLosses
 from tfdp.tracing.rows import RowsInSight
-from tfdp.tracing.state_checks import depends_on_replica, own_handle
+from tfdp.tracing.state_checks import own_handle
 from tfdp.tracing.step import Mode, Step
 
 NAME = "tfdp.losses.on_all_rows"
@@ -96,11 +95,8 @@ def _on_all(
         if tf.distribute.in_cross_replica_context() or step.here.sees_all_rows:
             return compute(*args, **kwargs)
         replicas_in_sync(NAME)  # or an error, where they cannot exchange
-        if not isinstance(current_rank(), int):
-            raise ConfigurationError(
-                f"{NAME} cannot act where one program serves all replicas, as on TPUs. "
-                "Gather the rows in the loss, tfdp.losses.all_rows(y_pred)."
-            )
+        with step.here.seeing_all_rows():
+            pass  # or an error, where one program serves all replicas
         given = inspect.signature(compute).bind(*args, **kwargs)
         rows = _RowsOfAll(step, current_rank(), f"self.{name}")
         # Keras' own methods do not look at the inputs.
@@ -114,7 +110,7 @@ def _on_all(
         with step.here.seeing_all_rows():
             result = compute(*given.args, **given.kwargs)
         for variable, value in own.written:
-            refuse_own_rows(step, current_rank(), value, f"What {what} counts")
+            step.here.refuse_own(value, f"What {what} counts", counts=False)
             _warn_about_start(model, step, variable, value)
         return result if result is None else finish(step, what, result)
 
@@ -130,8 +126,7 @@ def _share_of_loss(step: Step, what: str, loss: Any) -> tf.Tensor:
             "sum."
         )
     loss = tf.convert_to_tensor(loss)
-    refuse_own_rows(step, rank, loss, f"The loss of {what}")
-    refuse_own_counts(step, rank, loss, f"The loss of {what}")
+    step.here.refuse_own(loss, f"The loss of {what}")
     step.of(GivenLosses).are_scaled = True
     share = step.share_of(rank)
     return keras.ops.multiply(loss, step.here.shares.factor(share, loss.dtype))
@@ -217,7 +212,7 @@ class _RowsOfAll:
     def _has_rows(self, own: tf.Tensor) -> bool:
         """Whether it has a row for each of the replica's; else it is the same on all
         replicas, such as a weight that the model returns."""
-        if not depends_on_replica(self._step, self._rank, own):
+        if not self._trace.may_have_rows(own):
             return False
         value = self._step.analysis(self._rank).value(own)
         is_of_all = not value.axes and Term.UNKNOWN not in value.terms

@@ -53,29 +53,6 @@ def is_share(shares: LossShares, loss: Any, caller: str) -> bool:
     return standing is Standing.SHARE
 
 
-def refuse_own_rows(step: Step, rank: Any, number: Any, what: str) -> None:
-    """Refuses a number of all rows that depends on the replica's own as well."""
-    # A loss that the number of own rows scales is warned of, as any other.
-    if is_of_graph(number) and step.analysis(rank).value(number).is_of_replica:
-        raise ConfigurationError(
-            f"{what} depends on rows that it cannot get of all replicas: it reads "
-            "those of one replica from elsewhere than its arguments, such as an "
-            "attribute that call() has set, or self.losses. Return such tensors from "
-            "call(), as outputs with a row for each row of the batch; leave what "
-            "layers give add_loss to super().compute_loss."
-        )
-
-
-def refuse_own_counts(step: Step, rank: Any, number: Any, what: str) -> None:
-    """Refuses a number of all rows that depends on what metrics have counted."""
-    if is_of_graph(number) and "metric" in step.analysis(rank).value(number).local:
-        raise ConfigurationError(
-            f"{what} depends on the state of a metric, which one replica counts for "
-            "all. Keep such a number in a weight, add_weight(trainable=False), and "
-            "assign it there."
-        )
-
-
 def has_entry_per_row(step: Step, rank: Any, values: tf.Tensor) -> bool:
     """Whether `values` has one entry per row of the batch, times a constant.
 

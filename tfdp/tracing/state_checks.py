@@ -124,21 +124,3 @@ def is_given_to_all(indices: tf.Tensor, step: Step, rank: Any) -> bool:
         return False
     value = step.analysis(rank).value(indices)
     return not value.local and value.terms <= {Term.CONSTANT, Term.REPLICATED}
-
-
-def depends_on_replica(step: Step, rank: Any, tensor: tf.Tensor) -> bool:
-    """Whether a tensor may have a row for each of the replica's; else it is the same on
-    all replicas, such as a weight. A constant as long as the batch has rows, too, such
-    as targets of ones."""
-    if not isinstance(rank, int) or not is_of_graph(tensor):
-        return True
-    reducer = tf.distribute.get_strategy().extended.reducer
-    if tensor.graph is not reducer.transport.order.run_graph:
-        return True  # what enters a function is not known there
-    value = step.analysis(rank).value(tensor)
-    if value.local or value.of_share or Term.UNKNOWN in value.terms:
-        return True
-    count, length = step.count_of(rank), tensor.shape[0] if tensor.shape.rank else None
-    if not isinstance(count, int) or length != count or count == 1:
-        return False
-    return value.terms <= {Term.CONSTANT}

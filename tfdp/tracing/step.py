@@ -19,8 +19,8 @@ import tensorflow as tf
 from tfdp._private.names import current_rank
 from tfdp.errors import ConfigurationError
 from tfdp.lint.findings import Findings
-from tfdp.lint.registry import key_of
-from tfdp.lint.values import PART_OF_ROWS, ROW_SOURCE
+from tfdp.lint.registry import is_of_graph, key_of
+from tfdp.lint.values import PART_OF_ROWS, ROW_SOURCE, Term
 from tfdp.plan.topology import Groups
 from tfdp.seams.replace import instance_attributes
 from tfdp.tracing.loss_shares import LossShares
@@ -97,6 +97,45 @@ class Trace:
         own = self.of(RowsInSight)
         return own.are_counted if own.are_of_all else self.rows.present
 
+    def may_have_rows(self, tensor: Any) -> bool:
+        """Whether `tensor` may have a row for each of the replica's; else it is the
+        same on all replicas, such as a weight. A constant as long as the batch has
+        rows, too, such as targets of ones."""
+        if not is_of_graph(tensor) or not isinstance(current_rank(), int):
+            return True
+        reducer = tf.distribute.get_strategy().extended.reducer
+        if tensor.graph is not reducer.transport.order.run_graph:
+            return True  # what enters a function is not known there
+        value = self.analysis.value(tensor)
+        if value.local or value.of_share or Term.UNKNOWN in value.terms:
+            return True
+        count, shape = self._step.count_of(self.rank), tensor.shape
+        if not isinstance(count, int) or not shape.rank or shape[0] != count:
+            return False
+        return count != 1 and value.terms <= {Term.CONSTANT}
+
+    def refuse_own(self, number: Any, what: str, *, counts: bool = True) -> None:
+        """Refuses a number of all rows that depends on the replica's own rows as well,
+        or, with `counts`, on what metrics have counted."""
+        if not is_of_graph(number):
+            return
+        # A loss that the number of own rows scales is warned of, as any other.
+        value = self.analysis.value(number)
+        if value.is_of_replica:
+            raise ConfigurationError(
+                f"{what} depends on rows that it cannot get of all replicas: it reads "
+                "those of one replica from elsewhere than its arguments, such as an "
+                "attribute that call() has set, or self.losses. Return such tensors "
+                "from call(), as outputs with a row for each row of the batch; leave "
+                "what layers give add_loss to super().compute_loss."
+            )
+        if counts and "metric" in value.local:
+            raise ConfigurationError(
+                f"{what} depends on the state of a metric, which one replica counts "
+                "for all. Keep such a number in a weight, "
+                "add_weight(trainable=False), and assign it there."
+            )
+
     @contextlib.contextmanager
     def seeing_all_rows(self) -> Iterator[None]:
         """Makes the replica, whose thread calls, compute as one device does within the
@@ -108,8 +147,14 @@ class Trace:
         """
         own, context = self.of(RowsInSight), tf.distribute.get_replica_context()
         before = own.are_of_all, own.are_counted
-        first = tf.get_static_value(context.replica_id_in_sync_group) == 0
-        own.are_of_all, own.are_counted = True, first
+        place = tf.get_static_value(context.replica_id_in_sync_group)
+        if place is None:
+            raise ConfigurationError(
+                "tfdp.layers.AllRows and tfdp.losses.on_all_rows cannot act where one "
+                "program serves all replicas, as on TPUs. Gather the rows by "
+                "tfdp.losses.all_rows(x) and take tfdp.losses.own_rows(values, x)."
+            )
+        own.are_of_all, own.are_counted = True, place == 0
         # What a program exchanges by itself is of all rows already.
         alone = {"all_reduce": _sum_of_one, "all_gather": _rows_of_one}
         try:
