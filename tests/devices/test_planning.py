@@ -434,8 +434,9 @@ def test_rows_of_all_replicas_are_held_and_received(replicas, hosts):
     assert found.all_rows_bytes == others * own_bytes
     assert plain.all_rows_bytes == 0
     assert found.sent_bytes - plain.sent_bytes == others * own_bytes
+    # At the peak of a step with rows of other hosts other tensors are gone.
     held = found.parts["activations"] - plain.parts["activations"]
-    assert held >= others * own_bytes
+    assert held >= (others * own_bytes if hosts == 1 else own_bytes)
     assert Answer("model", found, None, ()).to_json()["plan"]["all_rows_bytes"]
     # A model is made again with its mark.
     assert plan(on_all(), total, **options).all_rows_bytes == found.all_rows_bytes

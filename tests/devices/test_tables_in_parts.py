@@ -413,27 +413,73 @@ def test_tables_that_others_need_whole_are_gathered():
     assert_alike(own, whole, 1.0)
 
 
-def test_a_step_of_ones_own_looks_up_in_parts():
-    strategy = in_parts(2)
-    model = compiled(strategy, lambda: keras.optimizers.SGD(0.5))
-    x = np.arange(16, dtype="int32").reshape(4, 4)
+class Padded(keras.Model):
+    """A step that keeps the row of word 0, by the places of a gradient."""
 
-    @tf.function
-    def step(words):
-        def of_replica(words):
-            with tf.GradientTape() as tape:
-                loss = tfdp.losses.all_sum(tf.reduce_sum(model(words) ** 2)) / 4
-            gradients = tape.gradient(loss, model.trainable_variables)
-            model.optimizer.apply(gradients, model.trainable_variables)
-            return gradients[0].shape
+    by = "product"
 
-        return strategy.run(of_replica, (words,))
+    def __init__(self):
+        super().__init__()
+        self.inner = classifier()
 
-    before = model.get_weights()[0]
-    data = tf.data.Dataset.from_tensor_slices(x).batch(4)
-    step(next(iter(strategy.experimental_distribute_dataset(data))))
-    changed = np.flatnonzero((model.get_weights()[0] != before).any(1))
-    np.testing.assert_array_equal(changed, np.arange(16))
+    def call(self, words):
+        return self.inner(words)
+
+    def train_step(self, data):
+        x, y = data[:2]
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x=x, y=y, y_pred=self(x))
+        table, *others = tape.gradient(loss, self.trainable_variables)
+        table = tf.convert_to_tensor(table)
+        is_kept = tf.range(tf.shape(table)[0])[:, None] > 0
+        if self.by == "product":
+            table *= tf.cast(is_kept, table.dtype)
+        elif self.by == "quotient":
+            table /= tf.where(is_kept, 1.0, 1e9)
+        elif self.by == "where":
+            table = tf.where(is_kept, table, 0.0)
+        else:
+            table *= 0.5
+        self.optimizer.apply([table, *others], self.trainable_variables)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("by", ["product", "quotient", "where"])
+def test_places_of_a_part_are_refused_in_a_step_of_ones_own(by, monkeypatch):
+    # The gradient is of a part: its first row is that of word 11 on another replica.
+    monkeypatch.setattr(Padded, "by", by)
+    with pytest.raises(tfdp.errors.ConfigurationError, match="not cut as it is"):
+        fitted(in_parts(2), Padded, OPTIMIZERS["momentum"])
+
+
+def test_a_step_of_ones_own_may_scale_the_gradient_of_a_table(monkeypatch):
+    monkeypatch.setattr(Padded, "by", "number")
+    one = fitted(None, Padded, OPTIMIZERS["momentum"])
+    assert_alike(fitted(in_parts(3), Padded, OPTIMIZERS["momentum"]), one, 1.0)
+
+
+class Last(layers.Layer):
+    """A lookup of which some rows are taken: their gradient is slices."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = layers.Embedding(VOCABULARY, WIDTH)
+
+    def build(self, shape):
+        self.table.build()
+        self.built = True
+
+    def call(self, inputs):
+        rows = tf.reshape(self.table(inputs), [-1, WIDTH])
+        places = tf.range(tf.shape(rows)[0])[::-1]
+        return tf.reshape(
+            tf.gather(tf.gather(rows, places), places), [-1, WORDS, WIDTH]
+        )
+
+
+def test_rows_may_be_taken_from_a_lookup():
+    build = lambda: of_words(Last())  # noqa: E731
+    assert_alike(fitted(in_parts(3), build, adam), fitted(None, build, adam))
 
 
 def test_the_plan_counts_the_rows_of_words():

@@ -37,7 +37,8 @@ def refuse_scaled_shards(step: Step) -> None:
         if Term.SHARD_NUMBER in step.analysis(rank).value(gradient).terms:
             raise ConfigurationError(
                 f"{WHAT_IT_IS}, and here it is scaled by a number computed from "
-                f"one replica's parts. {WHAT_TO_DO}"
+                f"one replica's parts, or by entries that are not cut as it is. "
+                f"{WHAT_TO_DO}"
             )
 
 

@@ -19,10 +19,12 @@ from tfdp.lint.values import (
     LOCAL_TERMS,
     NORMALIZED,
     NUMBERED,
+    OTHERWISE,
     PAIRED,
     PLAIN,
     REPLICATED,
     SELECTED,
+    SHARDS,
     SHARES,
     UNKNOWN,
     Term,
@@ -32,6 +34,7 @@ from tfdp.lint.values import (
     applied,
     dependencies,
     joined,
+    reads_of,
     scaled_by_count,
     times,
     unknown,
@@ -54,8 +57,29 @@ def plus(node: Node) -> Value:
     return unknown(node.values) if values is None else added(values, node.op.name)
 
 
+def _of_entries_of_a_part(node: Node) -> Value | None:
+    """The value of a part of a summed gradient that is changed by entries of another
+    tensor, which is not cut as it is, such as a mask of rows; None: it is not."""
+    parts = [Term.SHARD in value.terms for value in node.values]
+    others = [
+        place
+        for place, value in enumerate(node.values)
+        if not value.terms & SHARDS and node.shape(place).num_elements() != 1
+    ]
+    if not any(parts) or not others:
+        return None
+    return Value(
+        terms=frozenset({Term.SHARD_NUMBER}),
+        reads=reads_of(node.values, OTHERWISE),
+        **dependencies(node.values),
+    )
+
+
 def product(node: Node) -> Value:
     """Rule for products of two values."""
+    changed = _of_entries_of_a_part(node)
+    if changed is not None:
+        return changed
     values = node.spread()
     if values is None:
         return unknown(node.values)
@@ -70,6 +94,9 @@ def product(node: Node) -> Value:
 
 def quotient(node: Node) -> Value:
     """Rule for quotients of two values."""
+    changed = _of_entries_of_a_part(node)
+    if changed is not None:
+        return changed
     values = node.spread()
     if values is None:
         return unknown(node.values)
@@ -160,6 +187,9 @@ def check(node: Node) -> Value:
 
 def select(node: Node) -> Value:
     """One of two, entry by entry."""
+    changed = _of_entries_of_a_part(node)
+    if changed is not None:
+        return changed
     values = node.spread()
     if values is None:
         return unknown(node.values)

@@ -35,6 +35,7 @@ from tfdp.seams.replace import Override, around
 from tfdp.sharding.updates import ShardTrace
 from tfdp.sharding.variables import without_gradient
 from tfdp.tracing.gradient_exchanges import name_of_gradient
+from tfdp.tracing.keras_steps import is_stock_step, name_of_step
 from tfdp.tracing.state_checks import is_given_to_all
 from tfdp.tracing.step import Step, current_step
 
@@ -43,7 +44,14 @@ if TYPE_CHECKING:
 
 
 def table_overrides(call: StepCall) -> Iterator[Override]:
-    """Overrides of the layers whose tables rest in parts; others gather theirs."""
+    """Overrides of the layers whose tables rest in parts; others gather theirs.
+
+    So does a step that trains by itself: it may read the words of a gradient, which are
+    counted within a part here, or change values of occurrences, which are sums here.
+    """
+    is_evaluation = call.is_prediction or name_of_step(call.fn) == "test_step"
+    if not is_stock_step(call.fn) and not is_evaluation:
+        return
     shards, given = call.strategy.extended.shards, call.strategy.given
     adds_all = given.has("Communication.repeated_rows")
     is_linear = all(map(sums_repeated_rows, call.optimizers)) and call.optimizers
@@ -136,6 +144,7 @@ class _Lookup:
             @tf.custom_gradient
             def take(part: tf.Tensor) -> Any:
                 def gradient(upstream: tf.Tensor) -> tf.IndexedSlices:
+                    upstream = tf.convert_to_tensor(upstream)  # of some rows: slices
                     with exchanges_of(name), tf.device(self._device):
                         own = upstream if self._is_of_all else rows.real_rows(upstream)
                         return self._to_owners(own, request)
