@@ -215,8 +215,9 @@ class _RowsOfAll:
         if not self._trace.may_have_rows(own):
             return False
         value = self._step.analysis(self._rank).value(own)
-        is_of_all = not value.axes and Term.UNKNOWN not in value.terms
-        if not own.shape.rank or (is_of_all and value.is_of_replica):
+        known = {Term.MEAN, Term.SUM, Term.OTHER}
+        is_of_all = not value.axes and bool(value.terms) and value.terms <= known
+        if not own.shape.rank or is_of_all:
             raise ConfigurationError(
                 f"{ONE_ENTRY} Received a number of all rows of the replica: {own}."
             )
