@@ -8,7 +8,6 @@ neither: `on_all_rows` lets a model compute it on the whole batch; or compute it
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from typing import Any
 
@@ -37,20 +36,9 @@ def __dir__() -> list[str]:
     return [*__all__]
 
 
-@dataclasses.dataclass
-class WholeLosses:
-    """The losses and metrics of a model that are computed on the rows of all replicas.
-
-    `own_bytes`: of a replica's rows that the last step to be traced has gathered.
-    """
-
-    own_bytes: int = 0
-
-
-# What is known of models that `on_all_rows` has marked.
-ON_ALL_ROWS: weakref.WeakKeyDictionary[keras.Model, WholeLosses] = (
-    weakref.WeakKeyDictionary()
-)
+# Models that `on_all_rows` has marked, and the bytes of one row that their last traced
+# step has gathered.
+ON_ALL_ROWS: weakref.WeakKeyDictionary[keras.Model, int] = weakref.WeakKeyDictionary()
 DENSE = (keras.Variable, np.ndarray, tf.Tensor, tf.Variable)
 
 
@@ -116,7 +104,7 @@ def on_all_rows(model: keras.Model) -> keras.Model:
             "tfdp.losses.on_all_rows takes the Keras model that fit is called on. "
             f"Received: {model!r}."
         )
-    ON_ALL_ROWS.setdefault(model, WholeLosses())
+    ON_ALL_ROWS.setdefault(model, 0)
     return model
 
 

@@ -440,3 +440,18 @@ def test_rows_of_all_replicas_are_held_and_received(replicas, hosts):
     assert Answer("model", found, None, ()).to_json()["plan"]["all_rows_bytes"]
     # A model is made again with its mark.
     assert plan(on_all(), total, **options).all_rows_bytes == found.all_rows_bytes
+
+
+def test_rows_of_all_replicas_are_counted_of_the_rows_that_are_asked_for():
+    # One trace serves all numbers of rows.
+    def on_all():
+        return tfdp.losses.on_all_rows(build())
+
+    planner = Planner(on_all, 2 * 96, replicas=2, any_rows=True)
+    of_row = 2 * WIDTH * FLOAT_BYTES
+    for rows in (96, 24, 48):
+        assert planner.at(rows).all_rows_bytes == rows * of_row
+    options = {"memory_bytes": 10**9, "one_order": False}
+    between = planner.interpolated(24, 96, 60, False, **options)
+    assert between.all_rows_bytes == 60 * of_row
+    assert between.sent_bytes - planner.at(24).sent_bytes == 36 * of_row

@@ -95,15 +95,13 @@ def _on_all(
         if tf.distribute.in_cross_replica_context() or step.here.sees_all_rows:
             return compute(*args, **kwargs)
         replicas_in_sync(NAME)  # or an error, where they cannot exchange
-        with step.here.seeing_all_rows():
-            pass  # or an error, where one program serves all replicas
         given = inspect.signature(compute).bind(*args, **kwargs)
         rows = _RowsOfAll(step, current_rank(), f"self.{name}")
         # Keras' own methods do not look at the inputs.
         rows.take(v for k, v in given.arguments.items() if is_own or k != "x")
         given.arguments.update((k, rows.of(v)) for k, v in given.arguments.items())
         step.here.of(GatheredRows).used_in.add(name)
-        ON_ALL_ROWS[model].own_bytes = rows.own_bytes
+        ON_ALL_ROWS[model] = rows.row_bytes
         what = f"{type(model).__name__}.{name}"
         own = step.here.of(RowsInSight)
         own.written = []
@@ -193,10 +191,10 @@ class _RowsOfAll:
         return keras.tree.map_structure(self._of, value)
 
     @property
-    def own_bytes(self) -> int:
-        """The size of the replica's own tensors, as far as shapes are known."""
+    def row_bytes(self) -> int:
+        """The size of one row of all tensors, as far as shapes are known."""
         return sum(
-            own.dtype.size * math.prod(size or 1 for size in own.shape)
+            own.dtype.size * math.prod(size or 1 for size in own.shape[1:])
             for own, _ in self._known.values()
         )
 
@@ -225,11 +223,12 @@ class _RowsOfAll:
 
     def _gather(self, own: Sequence[tf.Tensor]) -> None:
         step, trace = self._step, self._trace
+        place = trace.place_of_all
         real = [trace.rows.real_rows(self._checked(one)) for one in own]
         count = tf.shape(real[0])[:1]
         given = [count, *(tf.stop_gradient(one) for one in real)]
         counts, *wholes = gathered(NAME, given)
-        before = tf.reduce_sum(counts[: self._rank_of_all])
+        before = tf.reduce_sum(counts[:place])
         self._known.place = before, count[0]
         total = step.batch.total
         length = None if step.batch.spans_hosts or tf.is_tensor(total) else total
@@ -246,11 +245,6 @@ class _RowsOfAll:
             # Rows may have seen each other in a layer.
             register(whole, OF_ALL.but(cross=cross, lost=value.lost))
             self._known[key_of(mine)] = mine, whole
-
-    @property
-    def _rank_of_all(self) -> int:
-        context = tf.distribute.get_replica_context()
-        return int(tf.get_static_value(context.replica_id_in_sync_group))
 
     def _joined(self, own: tf.Tensor, whole: tf.Tensor | None = None) -> tf.Tensor:
         """The rows of all, with a gradient for own ones; `whole`: those rows, if they

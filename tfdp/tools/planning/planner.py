@@ -92,12 +92,8 @@ class Planner:
         sharding = self._sharding_of(shard)
         counts = self._traced_counts(sharding)
         found = [self._measured(n, local_rows, sharding, remat) for n in counts]
-        parts, of_host = self._parts_at(counts, found)
-        own_rows = found[-1]["gathered_bytes"]
-        if own_rows:
-            # Rows that come from absent hosts have no length, and count as nothing.
-            missing = self.replicas if self.hosts > 1 else self._per_host - counts[-1]
-            parts["activations"] += own_rows * missing
+        own_bytes = found[-1]["gathered_row_bytes"] * local_rows
+        parts, of_host = self._parts_at(counts, found, own_bytes)
         return MemoryPlan(
             local_rows=local_rows,
             replicas=self.replicas,
@@ -107,9 +103,8 @@ class Planner:
             memory_bytes=memory_bytes,
             flops=found[-1]["flops"],
             trainable_bytes=found[-1]["trainable_bytes"],
-            sent_bytes=self._sent_bytes(found[-1], local_rows, sharding, remat)
-            + own_rows * (self.replicas - 1),
-            all_rows_bytes=own_rows * (self.replicas - 1),
+            sent_bytes=self._sent_bytes(found[-1], local_rows, sharding, remat),
+            all_rows_bytes=own_bytes * (self.replicas - 1),
             hosts=self.hosts,
             host_parts=of_host,
             notes=found[-1]["notes"],
@@ -125,9 +120,12 @@ class Planner:
         is_plain = self._communication in (None, Communication())
         if self.hosts == 1 and not sharding.stage and is_plain:
             # With the rows of all replicas each holds more where there are more.
-            sees_all = self._model(2, sharding).sees_all_rows
-            return (min(of_host, self._most_traced) if sees_all else 2,)
+            return (min(of_host, self._most_traced) if self._sees_all_rows else 2,)
         return (of_host,) if of_host <= self._most_traced else (2, self._most_traced)
+
+    @functools.cached_property
+    def _sees_all_rows(self) -> bool:
+        return self._model(2).sees_all_rows
 
     def _model(
         self, number: int, sharding: Sharding | None = None, remat: bool | str = False
@@ -172,7 +170,7 @@ class Planner:
                 "owned_bytes": traced.owned_bytes,
                 "is_rematerialized": traced.is_rematerialized,
                 "tables": traced.tables,
-                "gathered_bytes": traced.gathered_bytes,
+                "gathered_row_bytes": traced.gathered_row_bytes,
                 "notes": tuple(notes),
                 "is_known": not NOT_KNOWN & set(graph.notes),
             }
@@ -201,9 +199,11 @@ class Planner:
             traced = self._found[number, many, str(sharding.what), remat]
             orders = [traced["order"]] if one_order else range(ORDERS)
             found.append(_facts_of(graph, number, sharding, orders))
-        parts, of_host = self._parts_at(counts, found)
+        own_bytes = traced["gathered_row_bytes"] * rows
+        parts, of_host = self._parts_at(counts, found, own_bytes)
         return dataclasses.replace(
             self.at(many, remat=remat, memory_bytes=memory_bytes),
+            all_rows_bytes=own_bytes * (self.replicas - 1),
             local_rows=rows,
             parts=parts,
             host_parts=of_host,
@@ -227,7 +227,9 @@ class Planner:
         moved = facts["owned_bytes"] // (self.replicas if self.hosts == 1 else 1)
         trainable, stage = facts["trainable_bytes"], sharding.stage
         twice = remat or facts["is_rematerialized"]
-        return sent_bytes(trainable, self.replicas, stage, twice, tables, moved)
+        own_bytes = facts["gathered_row_bytes"] * rows
+        sent = sent_bytes(trainable, self.replicas, stage, twice, tables, moved)
+        return sent + own_bytes * (self.replicas - 1)
 
     def share_one_graph(self, few: int, many: int, remat: bool | str) -> bool:
         """Whether `interpolated` may be used between these two traced row counts."""
@@ -251,13 +253,19 @@ class Planner:
         return self._interpolations[key]
 
     def _parts_at(
-        self, counts: tuple[int, ...], found: list[dict[str, Any]]
+        self, counts: tuple[int, ...], found: list[dict[str, Any]], own_bytes: int
     ) -> tuple[dict[str, int], dict[str, int]]:
-        """Parts of device and host, extrapolated to all replicas of a host."""
-        return (
-            _extrapolated(counts, [one["parts"] for one in found], self._per_host),
-            _extrapolated(counts, [one["host_parts"] for one in found], self._per_host),
+        """Parts of device and host, extrapolated to all replicas of a host; each holds
+        `own_bytes` of every replica for losses and metrics."""
+        parts, of_host = (
+            _extrapolated(counts, [one[where] for one in found], self._per_host)
+            for where in ("parts", "host_parts")
         )
+        if own_bytes:
+            # Rows that come from absent hosts have no length, and count as nothing.
+            missing = self.replicas if self.hosts > 1 else self._per_host - counts[-1]
+            parts["activations"] += own_bytes * missing
+        return parts, of_host
 
     def _sharding_of(self, shard: str | None) -> Sharding:
         if shard is None:

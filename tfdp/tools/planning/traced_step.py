@@ -202,9 +202,9 @@ class TracedModel:
         return self.model in ON_ALL_ROWS
 
     @property
-    def gathered_bytes(self) -> int:
-        """A replica's rows that all others receive for losses and metrics."""
-        return ON_ALL_ROWS[self.model].own_bytes if self.sees_all_rows else 0
+    def gathered_row_bytes(self) -> int:
+        """Bytes of a row that all replicas receive for losses and metrics."""
+        return ON_ALL_ROWS.get(self.model, 0)
 
     @property
     def trainable_bytes(self) -> int:
