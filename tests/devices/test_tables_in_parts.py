@@ -166,8 +166,8 @@ class Doubled(layers.Embedding):
         return super().call(inputs) * 2.0
 
 
-class Summed(layers.Layer):
-    """A lookup within a loop, where replicas cannot exchange."""
+class OfTable(layers.Layer):
+    """A layer with a table, for a `call` that looks words up in a way of its own."""
 
     def __init__(self):
         super().__init__()
@@ -176,6 +176,10 @@ class Summed(layers.Layer):
     def build(self, shape):
         self.table.build()
         self.built = True
+
+
+class Summed(OfTable):
+    """A lookup within a loop, where replicas cannot exchange."""
 
     def call(self, inputs):
         def add(turn, total):
@@ -458,16 +462,8 @@ def test_a_step_of_ones_own_may_scale_the_gradient_of_a_table(monkeypatch):
     assert_alike(fitted(in_parts(3), Padded, OPTIMIZERS["momentum"]), one, 1.0)
 
 
-class Last(layers.Layer):
+class Last(OfTable):
     """A lookup of which some rows are taken: their gradient is slices."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = layers.Embedding(VOCABULARY, WIDTH)
-
-    def build(self, shape):
-        self.table.build()
-        self.built = True
 
     def call(self, inputs):
         rows = tf.reshape(self.table(inputs), [-1, WIDTH])

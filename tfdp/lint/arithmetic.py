@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import string
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,29 +58,30 @@ def plus(node: Node) -> Value:
     return unknown(node.values) if values is None else added(values, node.op.name)
 
 
-def _of_entries_of_a_part(node: Node) -> Value | None:
-    """The value of a part of a summed gradient that is changed by entries of another
-    tensor, which is not cut as it is, such as a mask of rows; None: it is not."""
-    parts = [Term.SHARD in value.terms for value in node.values]
-    others = [
-        place
-        for place, value in enumerate(node.values)
-        if not value.terms & SHARDS and node.shape(place).num_elements() != 1
-    ]
-    if not any(parts) or not others:
-        return None
-    return Value(
-        terms=frozenset({Term.SHARD_NUMBER}),
-        reads=reads_of(node.values, OTHERWISE),
-        **dependencies(node.values),
-    )
+def _of_entries(rule: Callable[[Node], Value]) -> Callable[[Node], Value]:
+    """A rule, but for a part of a summed gradient that is changed by entries of another
+    tensor, which is not cut as it is, such as a mask of rows."""
+
+    @functools.wraps(rule)
+    def value_of(node: Node) -> Value:
+        is_part = any(Term.SHARD in value.terms for value in node.values)
+        if not is_part or not any(
+            not value.terms & SHARDS and node.shape(place).num_elements() != 1
+            for place, value in enumerate(node.values)
+        ):
+            return rule(node)
+        return Value(
+            terms=frozenset({Term.SHARD_NUMBER}),
+            reads=reads_of(node.values, OTHERWISE),
+            **dependencies(node.values),
+        )
+
+    return value_of
 
 
+@_of_entries
 def product(node: Node) -> Value:
     """Rule for products of two values."""
-    changed = _of_entries_of_a_part(node)
-    if changed is not None:
-        return changed
     values = node.spread()
     if values is None:
         return unknown(node.values)
@@ -92,11 +94,9 @@ def product(node: Node) -> Value:
     return _noting_hand(node, times(one, other, node.op.name))
 
 
+@_of_entries
 def quotient(node: Node) -> Value:
     """Rule for quotients of two values."""
-    changed = _of_entries_of_a_part(node)
-    if changed is not None:
-        return changed
     values = node.spread()
     if values is None:
         return unknown(node.values)
@@ -185,11 +185,9 @@ def check(node: Node) -> Value:
     )
 
 
+@_of_entries
 def select(node: Node) -> Value:
     """One of two, entry by entry."""
-    changed = _of_entries_of_a_part(node)
-    if changed is not None:
-        return changed
     values = node.spread()
     if values is None:
         return unknown(node.values)

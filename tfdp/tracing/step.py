@@ -97,6 +97,20 @@ class Trace:
         own = self.of(RowsInSight)
         return own.are_counted if own.are_of_all else self.rows.present
 
+    @property
+    def place_of_all(self) -> int:
+        """The rank of the replica, whose thread calls, among those of all hosts; for
+        what sees the rows of all."""
+        context = tf.distribute.get_replica_context()
+        place = tf.get_static_value(context.replica_id_in_sync_group)
+        if place is None:
+            raise ConfigurationError(
+                "tfdp.layers.AllRows and tfdp.losses.on_all_rows cannot act where one "
+                "program serves all replicas, as on TPUs. Gather the rows by "
+                "tfdp.losses.all_rows(x) and take tfdp.losses.own_rows(values, x)."
+            )
+        return int(place)
+
     def may_have_rows(self, tensor: Any) -> bool:
         """Whether `tensor` may have a row for each of the replica's; else it is the
         same on all replicas, such as a weight. A constant as long as the batch has
@@ -146,15 +160,8 @@ class Trace:
         replica only.
         """
         own, context = self.of(RowsInSight), tf.distribute.get_replica_context()
-        before = own.are_of_all, own.are_counted
-        place = tf.get_static_value(context.replica_id_in_sync_group)
-        if place is None:
-            raise ConfigurationError(
-                "tfdp.layers.AllRows and tfdp.losses.on_all_rows cannot act where one "
-                "program serves all replicas, as on TPUs. Gather the rows by "
-                "tfdp.losses.all_rows(x) and take tfdp.losses.own_rows(values, x)."
-            )
-        own.are_of_all, own.are_counted = True, place == 0
+        before, is_first = (own.are_of_all, own.are_counted), self.place_of_all == 0
+        own.are_of_all, own.are_counted = True, is_first
         # What a program exchanges by itself is of all rows already.
         alone = {"all_reduce": _sum_of_one, "all_gather": _rows_of_one}
         try:
