@@ -14,20 +14,25 @@ import sys
 import time
 from typing import Any
 
+from benchmarks.memory import ENVIRONMENT
 from benchmarks.shared import (
     Load,
     in_a_line,
     least_to_most,
     make_parser,
+    needs_proc,
     run_script,
     write_report,
 )
+from tfdp.cluster.machine import forget_peak, peak_bytes, resident_bytes
 from tfdp.tools.processes.children import ProcessFailed, ask_child
 
 ARMS = ("parts", "gathered", "whole")
 OPTIMIZERS = ("SGD", "Adagrad")
 # The first steps of an epoch, which also wait for its input.
 FIRST = 2
+# Of the process that tells the peak: allocators without pools are slow.
+PEAK_STEPS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,9 +84,29 @@ def make_model(request: TableRequest) -> Any:
     return model
 
 
+def shard_of(request: TableRequest) -> str:
+    """The strategy's `shard=` of an arm."""
+    return "none" if request.arm == "whole" else "parameters"
+
+
+def draw(request: TableRequest, steps: int) -> tuple[list[Any], Any]:
+    """Inputs and targets of as many steps."""
+    import numpy as np
+
+    drawn = np.random.default_rng(0)
+    samples = request.rows * steps
+    x = [
+        drawn.integers(0, request.words, samples).astype("int32")
+        for _ in range(request.tables)
+    ]
+    x.append(drawn.normal(size=(samples, 13)).astype("float32"))
+    return x, drawn.normal(size=(samples, 1)).astype("float32")
+
+
 def measure(request: TableRequest) -> dict[str, float]:
     """Seconds of a step, bytes of tables that all replicas send in it, and bytes that a
-    replica holds at rest."""
+    replica holds at rest, and at the peak of a step above the process without a
+    model."""
     import keras
     import numpy as np
 
@@ -89,30 +114,24 @@ def measure(request: TableRequest) -> dict[str, float]:
     from tfdp.exchange.traffic import TrafficMeter
 
     tfdp.use_virtual_devices(request.replicas)
-    shard = "none" if request.arm == "whole" else "parameters"
-    strategy = tfdp.DataParallelStrategy(shard=shard, alone=True)
+    strategy = tfdp.DataParallelStrategy(shard=shard_of(request), alone=True)
+    before = resident_bytes()
     with strategy.scope():
         model = make_model(request)
-    drawn = np.random.default_rng(0)
-    samples = request.rows * request.steps
-    x = [
-        drawn.integers(0, request.words, samples).astype("int32")
-        for _ in range(request.tables)
-    ]
-    x.append(drawn.normal(size=(samples, 13)).astype("float32"))
-    y = drawn.normal(size=(samples, 1)).astype("float32")
+    x, y = draw(request, request.steps)
     marks: list[float] = []
 
     class Marks(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             if batch == FIRST - 1:
+                forget_peak()
                 marks.append(time.perf_counter())
 
     meter = TrafficMeter()
     strategy.extended.reducer.transport.traffic.meters.add(meter)
     options = {"batch_size": request.rows, "shuffle": False, "verbose": 0}
     fitted = model.fit(x, y, epochs=2, callbacks=[Marks()], **options)
-    end = time.perf_counter()
+    end, peak = time.perf_counter(), peak_bytes() - before
     if not np.isfinite(fitted.history["loss"][-1]):
         raise ValueError("The loss is not finite: the figures would mean nothing.")
     dense = [w for w in model.weights if w.shape[0] != request.words]
@@ -125,7 +144,7 @@ def measure(request: TableRequest) -> dict[str, float]:
         held += int(np.prod(first.shape)) * first.dtype.size
     part = 1 if request.arm == "whole" else request.replicas
     away = (request.replicas - 1) / request.replicas
-    once, each = 0, samples * request.tables
+    once, each = 0, len(y) * request.tables
     for words in x[:-1]:
         of_replicas = words.reshape(request.steps, request.replicas, -1)
         once += sum(len(np.unique(own)) for step in of_replicas for own in step)
@@ -137,12 +156,27 @@ def measure(request: TableRequest) -> dict[str, float]:
         "bytes": (meter.sent_bytes or 0) / (2 * request.steps) - of_dense,
         "touched_bytes": touched / request.steps,
         "held_bytes": held,
+        "peak_bytes": peak / request.replicas,
         "expected_bytes": request.tables * request.words * row / part,
     }
 
 
+def plan(request: TableRequest) -> float:
+    """The peak of a replica's step, as `tfdp plan` predicts it."""
+    import tfdp.planning
+
+    planned = tfdp.planning.plan(
+        lambda: make_model(request),
+        draw(request, 1),
+        replicas=request.replicas,
+        shard=shard_of(request),
+    )
+    return float(planned.peak_bytes)
+
+
 def run(options: argparse.Namespace) -> int:
     """Measures all arms in turn, and prints them side by side."""
+    needs_proc()
     small = {"words": 1000, "rows": 64, "steps": 4} if options.quick else {}
     if options.words:
         small["words"] = options.words
@@ -155,6 +189,8 @@ def run(options: argparse.Namespace) -> int:
                 asked = dataclasses.asdict(request)
                 deadline = options.timeout_seconds
                 found[request].append(ask_child("benchmarks.tables", asked, deadline))
+                if len(found[request]) == 1:
+                    found[request][0].update(_peak(asked, deadline))
             except ProcessFailed as error:
                 failed = 1
                 print(f"{request}: {in_a_line(error)}", file=sys.stderr)
@@ -164,12 +200,14 @@ def run(options: argparse.Namespace) -> int:
             continue
         seconds = [one["seconds"] for one in found[request]]
         first = found[request][0]
+        peak, planned = first["peak_bytes"], first["planned_bytes"]
         print(
             f"{request.optimizer} {request.arm}: "
             f"{least_to_most(seconds, '.4f', ' s')} a step, {first['bytes']:,.0f} "
             f"bytes of tables sent (rows of the words: {first['touched_bytes']:,.0f}), "
             f"{first['held_bytes']:,.0f} bytes at rest on a replica (of tables "
-            f"{first['expected_bytes']:,.0f})"
+            f"{first['expected_bytes']:,.0f}), {peak:,.0f} at the peak of a step "
+            f"(planned {planned:,.0f}: {peak / planned:.2f})"
         )
     for name in OPTIMIZERS:
         of_name = [request for request in requests if request.optimizer == name]
@@ -184,8 +222,19 @@ def run(options: argparse.Namespace) -> int:
     return failed
 
 
-def find(asked: dict[str, Any]) -> dict[str, float]:
-    """The figures that a worker process measures."""
+def _peak(asked: dict[str, Any], deadline: float) -> dict[str, float]:
+    """The peak of a replica's step where what is freed returns to the system, and
+    the plan's."""
+    worker, fewer = "benchmarks.tables", {**asked, "steps": PEAK_STEPS}
+    peak = ask_child(worker, fewer, deadline, **ENVIRONMENT)["peak_bytes"]
+    planned = ask_child(worker, {"plan": asked}, deadline)
+    return {"peak_bytes": peak, "planned_bytes": planned}
+
+
+def find(asked: dict[str, Any]) -> Any:
+    """The figures that a worker process measures, or the plan of them."""
+    if "plan" in asked:
+        return plan(TableRequest(**asked["plan"]))
     return measure(TableRequest(**asked))
 
 
