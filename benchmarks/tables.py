@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import sys
 import time
 from typing import Any
@@ -47,7 +48,8 @@ class TableRequest:
       width: of a row.
       rows: samples of a global batch; each has a word of each table.
       steps: of an epoch.
-      replicas: logical CPUs.
+      replicas: logical CPUs, of all processes.
+      processes: that share the replicas.
     """
 
     arm: str
@@ -58,6 +60,12 @@ class TableRequest:
     rows: int = 1024
     steps: int = 20
     replicas: int = 2
+    processes: int = 1
+
+    @property
+    def of_process(self) -> int:
+        """Replicas of a process."""
+        return self.replicas // self.processes
 
 
 def make_model(request: TableRequest) -> Any:
@@ -113,25 +121,36 @@ def measure(request: TableRequest) -> dict[str, float]:
     import tfdp
     from tfdp.exchange.traffic import TrafficMeter
 
-    tfdp.use_virtual_devices(request.replicas)
-    strategy = tfdp.DataParallelStrategy(shard=shard_of(request), alone=True)
+    tfdp.use_virtual_devices(request.of_process)
+    if request.processes == 1:
+        strategy = tfdp.DataParallelStrategy(shard=shard_of(request), alone=True)
+    else:
+        strategy = tfdp.MultiHostDataParallelStrategy(shard=shard_of(request))
     before = resident_bytes()
     with strategy.scope():
         model = make_model(request)
     x, y = draw(request, request.steps)
-    marks: list[float] = []
+    marks: list[tuple[float, int]] = []
+    meter, transport = TrafficMeter(), strategy.extended.reducer.transport
+    transport.traffic.meters.add(meter)
+
+    def mark() -> None:
+        sent = meter.sent_bytes
+        if request.processes > 1:  # the other ones send as much
+            sent = request.processes * (transport.bytes_between_hosts or 0)
+        marks.append((time.perf_counter(), sent or 0))
 
     class Marks(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             if batch == FIRST - 1:
                 forget_peak()
-                marks.append(time.perf_counter())
+                mark()
 
-    meter = TrafficMeter()
-    strategy.extended.reducer.transport.traffic.meters.add(meter)
     options = {"batch_size": request.rows, "shuffle": False, "verbose": 0}
     fitted = model.fit(x, y, epochs=2, callbacks=[Marks()], **options)
-    end, peak = time.perf_counter(), peak_bytes() - before
+    mark()
+    peak = peak_bytes() - before
+    (begin, sent_before), (end, sent) = marks[-2:]
     if not np.isfinite(fitted.history["loss"][-1]):
         raise ValueError("The loss is not finite: the figures would mean nothing.")
     dense = [w for w in model.weights if w.shape[0] != request.words]
@@ -152,11 +171,11 @@ def measure(request: TableRequest) -> dict[str, float]:
     row = request.width * 4
     touched = away * (once * (4 + row) + (once if is_linear else each) * (4 + row))
     return {
-        "seconds": (end - marks[-1]) / (request.steps - FIRST),
-        "bytes": (meter.sent_bytes or 0) / (2 * request.steps) - of_dense,
+        "seconds": (end - begin) / (request.steps - FIRST),
+        "bytes": (sent - sent_before) / (request.steps - FIRST) - of_dense,
         "touched_bytes": touched / request.steps,
         "held_bytes": held,
-        "peak_bytes": peak / request.replicas,
+        "peak_bytes": peak / request.of_process,
         "expected_bytes": request.tables * request.words * row / part,
     }
 
@@ -168,7 +187,8 @@ def plan(request: TableRequest) -> float:
     planned = tfdp.planning.plan(
         lambda: make_model(request),
         draw(request, 1),
-        replicas=request.replicas,
+        replicas=request.of_process,
+        hosts=request.processes,
         shard=shard_of(request),
     )
     return float(planned.peak_bytes)
@@ -180,17 +200,17 @@ def run(options: argparse.Namespace) -> int:
     small = {"words": 1000, "rows": 64, "steps": 4} if options.quick else {}
     if options.words:
         small["words"] = options.words
+    small["processes"] = options.processes
     requests = [TableRequest(arm, name, **small) for name in OPTIMIZERS for arm in ARMS]
     found: dict[TableRequest, list[dict[str, float]]] = {one: [] for one in requests}
     load, failed = Load(), 0
     for _ in range(options.repeats):
         for request in requests:
             try:
-                asked = dataclasses.asdict(request)
-                deadline = options.timeout_seconds
-                found[request].append(ask_child("benchmarks.tables", asked, deadline))
+                found[request].append(_ask(request, options.timeout_seconds))
                 if len(found[request]) == 1:
-                    found[request][0].update(_peak(asked, deadline))
+                    peaks = _peaks(request, options.timeout_seconds)
+                    found[request][0].update(peaks)
             except ProcessFailed as error:
                 failed = 1
                 print(f"{request}: {in_a_line(error)}", file=sys.stderr)
@@ -222,12 +242,25 @@ def run(options: argparse.Namespace) -> int:
     return failed
 
 
-def _peak(asked: dict[str, Any], deadline: float) -> dict[str, float]:
+def _ask(request: TableRequest, deadline: float, **variables: str) -> dict[str, float]:
+    launcher = ["-m", "tfdp", "launch", "--workers", str(request.processes)]
+    found: dict[str, float] = ask_child(
+        "benchmarks.tables",
+        dataclasses.asdict(request),
+        deadline,
+        launcher if request.processes > 1 else (),
+        **variables,
+    )
+    return found
+
+
+def _peaks(request: TableRequest, deadline: float) -> dict[str, float]:
     """The peak of a replica's step where what is freed returns to the system, and
     the plan's."""
-    worker, fewer = "benchmarks.tables", {**asked, "steps": PEAK_STEPS}
-    peak = ask_child(worker, fewer, deadline, **ENVIRONMENT)["peak_bytes"]
-    planned = ask_child(worker, {"plan": asked}, deadline)
+    fewer = dataclasses.replace(request, steps=PEAK_STEPS)
+    peak = _ask(fewer, deadline, **ENVIRONMENT)["peak_bytes"]
+    asked = {"plan": dataclasses.asdict(request)}
+    planned = ask_child("benchmarks.tables", asked, deadline)
     return {"peak_bytes": peak, "planned_bytes": planned}
 
 
@@ -235,10 +268,14 @@ def find(asked: dict[str, Any]) -> Any:
     """The figures that a worker process measures, or the plan of them."""
     if "plan" in asked:
         return plan(TableRequest(**asked["plan"]))
-    return measure(TableRequest(**asked))
+    figures = measure(TableRequest(**asked))
+    return figures if int(os.environ.get("TFDP_RANK", 0)) == 0 else None
 
 
 if __name__ == "__main__":
     parser = make_parser(__doc__, repeats=3)
     parser.add_argument("--words", type=int, help="of each table, by default 1000000")
+    parser.add_argument(
+        "--processes", type=int, choices=(1, 2), default=1, help="of the two replicas"
+    )
     run_script(parser, run, find)
