@@ -318,7 +318,8 @@ def test_a_step_sends_the_rows_of_its_words(name, replicas):
     strategy.extended.reducer.transport.traffic.meters.add(meter)
     y = np.zeros((len(x), 1))
     model.fit(x, y, batch_size=len(x), shuffle=False, verbose=0)
-    sent = 0
+    # How many words each asks of each, in all and once: int32, to all others.
+    sent = replicas * (replicas - 1) * 2 * replicas * 4
     for rank in range(replicas):
         own = x[2 * rank : 2 * rank + 2].ravel()
         away = own[own // part != rank]

@@ -210,22 +210,15 @@ class InProcess(Transport):
         ]
 
     def to_each(
-        self, rows: tf.Tensor, sizes: tf.Tensor, rank: int, label: str
-    ) -> tuple[tf.Tensor, tf.Tensor]:
+        self, rows: tf.Tensor, numbers: tf.Tensor, rank: int, label: str
+    ) -> tf.Tensor:
         """See `Transport`."""
         members = len(self.groups.of(rank))
         with tf.device(self.devices[rank]):
             like = tf.TensorSpec([None, *rows.shape[1:]], rows.dtype)
-            sent = dict(enumerate(tf.split(rows, sizes, num=members)))
-            got = self.swap(sent, dict.fromkeys(range(members), like), rank)
-            # Not the shape of the own one: TensorFlow takes those of all outputs of a
-            # SplitV of unknown sizes for equal, and may read another's.
-            own = self.part_of(rank)
-            counts = [
-                sizes[own] if place == own else tf.shape(piece)[0]
-                for place, piece in enumerate(got)
-            ]
-            return tf.concat(got, 0), tf.stack(counts)
+            pieces = tf.split(rows, numbers[self.part_of(rank)], num=members)
+            sent = dict(enumerate(pieces))
+            return tf.concat(self.swap(sent, dict.fromkeys(sent, like), rank), 0)
 
     def combine_at_first(
         self, tensors: Tensors, rank: int, how: RowSum

@@ -165,13 +165,12 @@ class OverLink(Transport):
 
     def rows_to_each(
         self, rows: tf.Tensor, numbers: tf.Tensor, label: str
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Sends rows to each host, as many as its entries of `numbers` [hosts, ...]
-        say; those that came, and the numbers from each host."""
+    ) -> tf.Tensor:
+        """Sends rows to each host, as many as `numbers` [hosts, hosts] says; those that
+        came."""
         like = tf.TensorSpec([None, *rows.shape[1:]], rows.dtype)
         exchange = functools.partial(rows_to_each, self.link, label)
-        joined, came = self.call(exchange, [rows, numbers], [like, numbers])
-        return joined, came
+        return self.call(exchange, [rows, numbers], [like])[0]
 
     def broadcast(self, tensors: Tensors, rank: int) -> list[tf.Tensor]:
         return list(map(self._broadcast, tensors))

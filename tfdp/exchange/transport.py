@@ -61,9 +61,9 @@ class Transport(abc.ABC):
     join: Any = None
     #: Sends tensors to chosen replicas, as `InProcess.swap`; None: it cannot.
     swap: Any = None
-    #: `to_each(rows, sizes, rank, label)` sends rows to each replica, in order, as many
-    #: as `sizes` (int32 [parts]) says; gives those that came, and the numbers from
-    #: each. None: it cannot.
+    #: `to_each(rows, numbers, rank, label)` sends rows to each replica, in order; gives
+    #: those that came. `numbers` (int32 [parts, parts], the same on all replicas) says
+    #: how many each sends to each. None: it cannot.
     to_each: Any = None
 
     def __init__(self, devices: Sequence[str], topology: Topology):

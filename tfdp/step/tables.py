@@ -102,18 +102,20 @@ class _Request:
     Args:
       words: those of its real rows, flat, counted within their owners' parts.
       owners: the part of each.
+      by_owner: their order by these.
       source: the place of each among the rows that the replica receives.
-      sizes: how many of these come from each owner.
       asked: the rows of the replica's part that others ask for, by member.
-      asked_sizes: how many each asks for.
+      numbers: [members, members], how many rows each asks of each.
+      numbers_of_words: the same with each occurrence of a word.
     """
 
     words: tf.Tensor
     owners: tf.Tensor
+    by_owner: _ByOwner
     source: tf.Tensor
-    sizes: tf.Tensor
     asked: tf.Tensor
-    asked_sizes: tf.Tensor
+    numbers: tf.Tensor
+    numbers_of_words: tf.Tensor
 
 
 class _Lookup:
@@ -182,26 +184,31 @@ class _Lookup:
     def _request(self, words: tf.Tensor) -> _Request:
         unique, places = tf.unique(words)
         owners, here = unique // self._layout.rows, unique % self._layout.rows
+        owner_of_each = tf.gather(owners, places)
         by_owner = _ByOwner.of(owners, self._members)
+        of_words = _ByOwner.of(owner_of_each, self._members)
+        sizes = tf.concat([by_owner.sizes, of_words.sizes], 0)
         if self._is_of_all:
             own = tf.boolean_mask(here, tf.equal(owners, self._place))
             asked = tf.tile(own, [self._members])
-            asked_sizes = tf.fill([self._members], tf.size(own))
+            of_all = tf.tile(sizes[None], [self._members, 1])
+            numbers = tf.split(of_all, 2, axis=1)
         else:
-            asked, asked_sizes = self._to_each(
-                tf.gather(here, by_owner.order), by_owner
+            layout = RowLayout((self._members, 2 * self._members), self._members)
+            # Once for all exchanges of a lookup.
+            [of_all] = self._transport.all_gather(
+                [sizes], [layout], self._rank, f"numbers of {self._label}"
             )
+            numbers = tf.split(of_all, 2, axis=1)
+            asked = self._to_each(tf.gather(here, by_owner.order), numbers[0])
         source = tf.gather(tf.math.invert_permutation(by_owner.order), places)
-        owner_of_each = tf.gather(owners, places)
         words %= self._layout.rows
-        sizes = by_owner.sizes
-        return _Request(words, owner_of_each, source, sizes, asked, asked_sizes)
+        return _Request(words, owner_of_each, of_words, source, asked, *numbers)
 
     def _received(self, part: tf.Tensor, request: _Request) -> tf.Tensor:
         # Cast before it travels, as the gathered table would be after.
         found = tf.cast(tf.gather(part, request.asked), self._layer.compute_dtype)
-        sizes = request.asked_sizes
-        rows, _ = self._transport.to_each(found, sizes, self._rank, self._label)
+        rows = self._to_each(found, tf.transpose(request.numbers))
         return tf.gather(rows, request.source)
 
     def _to_owners(self, upstream: tf.Tensor, request: _Request) -> tf.IndexedSlices:
@@ -209,27 +216,26 @@ class _Lookup:
         dtype = self._table.dtype
         upstream = tf.reshape(upstream, [-1, *self._layout.shape[1:]])
         if self._how != "each" and not self._is_of_all:
-            total, values = tf.reduce_sum(request.sizes), tf.cast(upstream, dtype)
+            total = tf.reduce_sum(request.numbers[self._place])
+            values = tf.cast(upstream, dtype)
             sums = tf.math.unsorted_segment_sum(values, request.source, total)
-            return self._noted(self._to_each(sums, request)[0], request.asked)
-        by_owner = _ByOwner.of(request.owners, self._members)
+            return self._noted(self._to_each(sums, request.numbers), request.asked)
+        order, numbers = request.by_owner.order, request.numbers_of_words
         if self._is_of_all:
             upstream = self._step.own_gradient(self._rank, upstream)
-        values = self._to_each(tf.gather(upstream, by_owner.order), by_owner)[0]
+        values = self._to_each(tf.gather(upstream, order), numbers)
         values = tf.cast(values, dtype)
         if self._is_of_all:  # the same words from each
             words = tf.equal(request.owners, self._place)
             indices = tf.boolean_mask(request.words, words)
             return self._noted(sum_in_order(tf.split(values, self._members)), indices)
-        indices = self._to_each(tf.gather(request.words, by_owner.order), by_owner)[0]
+        indices = self._to_each(tf.gather(request.words, order), numbers)
         return self._noted(values, indices)
 
-    def _to_each(
-        self, rows: tf.Tensor, by_owner: _ByOwner | _Request
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Sends rows to their owners; those that came, and how many from each."""
-        found: tuple[tf.Tensor, tf.Tensor] = self._transport.to_each(
-            rows, by_owner.sizes, self._rank, self._label
+    def _to_each(self, rows: tf.Tensor, numbers: tf.Tensor) -> tf.Tensor:
+        """Sends as many rows to each as `numbers` says; those that came."""
+        found: tf.Tensor = self._transport.to_each(
+            rows, numbers, self._rank, self._label
         )
         return found
 
