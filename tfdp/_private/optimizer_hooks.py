@@ -124,13 +124,42 @@ _NOT_STATE = ("_variables", "_trainable_variables", "_accumulated_gradients")
 
 def states_by_weight(
     optimizer: keras.optimizers.Optimizer, weights: int
-) -> list[list[Any]]:
+) -> dict[str, list[Any]]:
     """The lists of `optimizer` that hold a state variable, or None, for each weight."""
-    return [
-        value
+    return {
+        name: value
         for name, value in vars(optimizer).items()
         if isinstance(value, list) and len(value) == weights and name not in _NOT_STATE
-    ]
+        # TensorFlow's lists of what it tracks may be as long.
+        if all(one is None or isinstance(one, keras.Variable) for one in value)
+    }
+
+
+def states_of_updates(
+    optimizer: keras.optimizers.Optimizer, weights: int
+) -> dict[str, list[Any]]:
+    """The lists of `states_by_weight`, without moving averages of the weights."""
+    states = states_by_weight(optimizer, weights)
+    states.pop("_model_variables_moving_average", None)
+    return states
+
+
+# These update each element independently.
+ELEMENTWISE = (
+    "SGD RMSprop Adam Adadelta Adagrad Adamax Nadam Ftrl Lion ScheduleFreeAdamW"
+).split()
+
+
+def definer_of(optimizer: keras.optimizers.Optimizer, method: str) -> type:
+    """The class that defines `method` of `optimizer`."""
+    return next(c for c in type(optimizer).__mro__ if method in vars(c))
+
+
+def elementwise_of_keras(optimizer: keras.optimizers.Optimizer) -> str | None:
+    """The class of Keras' with this optimizer's update, if that is elementwise."""
+    owner = definer_of(optimizer, "update_step")
+    is_known = owner.__module__.startswith("keras.") and owner.__name__ in ELEMENTWISE
+    return owner.__name__ if is_known else None
 
 
 def decays(optimizer: keras.optimizers.Optimizer, variable: Any) -> bool:

@@ -31,6 +31,11 @@ def checkpoint_unless_hooked(
         checkpoint_as(variable, write, read)
 
 
+def is_checkpointed_as(variable: Any) -> bool:
+    """Whether checkpoints store another value of `variable` than its own."""
+    return is_replaced(variable, WRITE)
+
+
 def note_restored(
     variable: Any, components: Sequence[tf.Variable], call: Callable[[], None]
 ) -> None:
@@ -63,3 +68,23 @@ def local_copy_of(component: tf.Variable, whole: Any) -> tf.Variable:
     # Keras and gradient tapes map a component to its variable by this.
     copy.handle._distributed_container = weakref.ref(whole)
     return copy
+
+
+def plain_variable(value: tf.Tensor, name: str) -> tf.Variable:
+    """A variable of no strategy with `value`, on its device; call it eagerly."""
+    with tf.device(value.device):
+        return ResourceVariable(value, trainable=False, name=name)
+
+
+def replace_copies(variable: Any, copies: Sequence[Any]) -> None:
+    """Lets a mirrored variable have other copies, which stand for variables."""
+    variable._values = tuple(copies)
+    for copy in copies:
+        copy._distributed_container = weakref.ref(variable)
+
+
+def facts_of(component: tf.Variable) -> dict[str, Any]:
+    """Attributes of a component that TensorFlow and Keras read, beside its value."""
+    names = ("_unique_id", "_graph_key", "_in_graph_mode", "_shared_name")
+    public = ("name", "trainable", "synchronization", "aggregation", "constraint")
+    return {name: getattr(component, name) for name in (*public, *names)}

@@ -248,4 +248,5 @@ def _own(variable: keras.Variable, rank: int) -> tf.Variable | None:
     value = variable.value
     if not isinstance(value, DistributedVariable) or is_seed_state(value):
         return None
-    return own_copy(value, rank)
+    own = own_copy(value, rank)
+    return getattr(own, "flat", own)  # that of many packed ones is restored at once

@@ -32,7 +32,6 @@ from tfdp.seams.replace import instance_attributes
 from tfdp.sharding.owners import (
     OF_KERAS,
     check_owners,
-    definer_of,
     refuse_late_owners,
     whole_updates,
 )
@@ -41,10 +40,6 @@ from tfdp.sharding.variables import updating_rank
 from tfdp.tracing.step import current_step
 from tfdp.variables.in_shards import PlainUpdates, is_in_shards, is_stored_in_shards
 
-# These update each element independently.
-ELEMENTWISE = (
-    "SGD RMSprop Adam Adadelta Adagrad Adamax Nadam Ftrl Lion ScheduleFreeAdamW"
-).split()
 ADVICE = {
     "Lamb": "Use tfdp.optimizers.LAMB(form='keras'), which is identical to the bit.",
     "OneBitAdam": "It sends its momentum, of whole variables.",
@@ -63,10 +58,10 @@ def check_shardable(optimizer: Optimizer) -> None:
         return
     if whole_updates(optimizer) is not None:
         return
-    if elementwise_of_keras(optimizer) is not None:
+    if hooks.elementwise_of_keras(optimizer) is not None:
         return
     advice = ADVICE.get(
-        definer_of(optimizer, "update_step").__name__,
+        hooks.definer_of(optimizer, "update_step").__name__,
         "If its update of an element needs that element only, set the class attribute "
         "is_elementwise = True; if it needs the whole of each weight, "
         "needs_whole_matrix = True (which no rule of layout= may then cut).",
@@ -74,16 +69,9 @@ def check_shardable(optimizer: Optimizer) -> None:
     raise ConfigurationError(
         f"The optimizer {type(optimizer).__name__} cannot update shards: its "
         f"update_step may need whole tensors. {advice} Or use shard='none' "
-        f"without layout=. Allowed: {', '.join(ELEMENTWISE)}, AdamW, "
+        f"without layout=. Allowed: {', '.join(hooks.ELEMENTWISE)}, AdamW, "
         f"{', '.join(OF_KERAS)}, tfdp.optimizers.LARS and LAMB."
     )
-
-
-def elementwise_of_keras(optimizer: Optimizer) -> str | None:
-    """The class of Keras' with this optimizer's update, if that is elementwise."""
-    owner = definer_of(optimizer, "update_step")
-    is_known = owner.__module__.startswith("keras.") and owner.__name__ in ELEMENTWISE
-    return owner.__name__ if is_known else None
 
 
 def check_own_hooks(optimizer: Optimizer) -> None:
@@ -279,7 +267,7 @@ def _decay_on_devices(
 ) -> None:
     """Keras' weight decay, which needs no state on the host."""
     with shards.updating_on_devices():
-        if definer_of(optimizer, hooks.DECAY).__name__ == "Muon":
+        if hooks.definer_of(optimizer, hooks.DECAY).__name__ == "Muon":
             _decay_by_muon(optimizer, variables)
         else:
             hooks.by_keras(optimizer, hooks.DECAY)(variables)

@@ -50,16 +50,11 @@ OF_KERAS = {
 OF_USERS = WholeUpdates(_always, newton_schulz_cost)
 
 
-def definer_of(optimizer: Optimizer, method: str) -> type:
-    """The class that defines `method` of `optimizer`."""
-    return next(c for c in type(optimizer).__mro__ if method in vars(c))
-
-
 def whole_updates(optimizer: Optimizer) -> WholeUpdates | None:
     """The rule for weights that `optimizer` updates whole; None: it updates none."""
     if getattr(optimizer, "needs_whole_matrix", False):
         return OF_USERS
-    owner = definer_of(optimizer, "update_step")
+    owner = hooks.definer_of(optimizer, "update_step")
     is_keras = owner.__module__.startswith("keras.")
     return OF_KERAS.get(owner.__name__) if is_keras else None
 
@@ -148,7 +143,7 @@ def _place_state(
     to owners, and moving averages of weights to where the weights are stored."""
     places = {id(variable): place for place, variable in enumerate(variables)}
     averages = hooks.averages_of(optimizer) if optimizer.use_ema else []
-    for state in hooks.states_by_weight(optimizer, len(variables)):
+    for state in hooks.states_by_weight(optimizer, len(variables)).values():
         for variable in owned:
             slot, layout = state[places[id(variable)]], variable.value.update_layout
             if not isinstance(slot, keras.Variable) or slot is variable:

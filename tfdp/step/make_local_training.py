@@ -15,13 +15,13 @@ from tfdp._private.optimizer_hooks import (
     BEFORE_ACCUMULATION,
     WEIGHT_NAME,
     averages_of,
+    elementwise_of_keras,
     find_gradient_hook,
     is_own,
     momentum_compression_of,
     strategy_of,
 )
 from tfdp.errors import ConfigurationError
-from tfdp.sharding.optimizers import elementwise_of_keras
 from tfdp.step.local_sgd import Rounds
 from tfdp.step.local_step import groups_across
 from tfdp.step.local_training import LocalTraining

@@ -78,9 +78,9 @@ class OwnedParts:
         for place, (whole, part) in enumerate(pairs):
             yield place, whole, part
         weights = len(self._variables)
-        lists = states_by_weight(self._whole, weights)
+        lists = states_by_weight(self._whole, weights).values()
         for wholes, parts in zip(
-            lists, states_by_weight(self._own, weights), strict=True
+            lists, states_by_weight(self._own, weights).values(), strict=True
         ):
             pairs = zip(wholes, parts, strict=True)
             for place, (whole, part) in enumerate(pairs):
