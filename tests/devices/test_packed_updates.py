@@ -1,4 +1,4 @@
-"""Small weights are updated together: the same bits as weight by weight.
+"""Weights are updated in packs: the same bits as weight by weight.
 
 Equal bits, without a tolerance: the update of a number does not depend on where it is
 stored, so a flat variable gives what each weight gave.

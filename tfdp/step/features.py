@@ -33,7 +33,6 @@ from tfdp.step.local_step import begin_local_step
 from tfdp.step.losses import added_loss_overrides, reduction_overrides
 from tfdp.step.metric_state import warn_if_rows_counted, warn_if_steps_counted
 from tfdp.step.optimizers import optimizer_overrides, warn_about_draws
-from tfdp.step.packed_updates import packed_overrides
 from tfdp.step.reports import report_overrides
 from tfdp.step.rows import dummy_row_overrides, padding_overrides
 from tfdp.step.rows_in_place import read_in_place
@@ -74,10 +73,14 @@ class Optimizers(Feature):
         warn_about_draws(call.step)
 
 
-class SmallWeights(Feature):
-    """Small weights are updated together, where each number is updated by itself."""
+class WeightsTogether(Feature):
+    """Weights are updated in packs, where each number is updated by itself."""
 
-    def overrides(self, call: StepCall) -> Iterator[Override]:
+    def overrides(self, call: StepCall) -> Iterable[Override]:
+        if not call.optimizers:
+            return ()
+        from tfdp.step.packed_updates import packed_overrides
+
         return packed_overrides(call.optimizers)
 
 
@@ -259,7 +262,7 @@ class Padding(Feature):
 
 FEATURES: list[Feature] = [
     Optimizers(),
-    SmallWeights(),
+    WeightsTogether(),
     WholeBatch(),
     Reports(),
     Losses(),

@@ -41,7 +41,6 @@ from tfdp.lint.op_kinds import draws
 from tfdp.seams.replace import Override, instance_attributes, instead
 from tfdp.step.buffer_synchronization import synchronize_layer_state
 from tfdp.step.find_optimizers import innermost_optimizers
-from tfdp.step.packed_updates import pack_state
 from tfdp.tracing.keras_steps import VARIABLES
 from tfdp.tracing.loss_shares import note_gradients
 from tfdp.tracing.step import Step, call_before_step, current_step
@@ -152,6 +151,8 @@ def _apply(
         build_before_step(optimizer, variables)
     built_with = variables or variables_built_with(optimizer)
     if not step.is_local:
+        from tfdp.step.packed_updates import pack_state
+
         pack_state(facts.leaves, built_with, gradients)
     are_stored = [getattr(v, OVERWRITTEN, False) for v in built_with]
     if variables is not None and step.replicas > 1 and any(are_stored):

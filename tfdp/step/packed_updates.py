@@ -1,8 +1,8 @@
-"""One update for all small weights of an optimizer that treats each number by itself.
+"""One update for many weights of an optimizer that treats each number by itself.
 
 Keras updates weight by weight, with a dozen operations each. Here the optimizer's state
-of small weights is stored in flat variables (`tfdp.variables.packed`), and Keras' own
-`update_step` runs once for all of them:
+of a pack of weights is stored in flat variables (`tfdp.variables.packed`), and Keras'
+own `update_step` runs once for all of them:
 
     gradients of weights, joined -> update_step of flat state -> change of each weight
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -33,7 +34,10 @@ from tfdp.variables.packed import is_packed, pack
 
 #: The size of the largest weight that is packed. The update of a larger one takes
 #: longer than to start its operations.
-LARGEST_BYTES = 65536
+LARGEST_BYTES = 2097152
+#: The size of a pack, but for its last weight. Temporary values of its update stay in
+#: the caches of a processor.
+PACK_BYTES = 4194304
 #: The fewest weights that are packed.
 FEWEST_WEIGHTS = 4
 # Keras' classes whose update of a number is the same bits wherever it is stored.
@@ -82,7 +86,7 @@ def is_packable(optimizer: Optimizer) -> bool:
 def pack_state(
     optimizers: Sequence[Optimizer], weights: Sequence[Any], gradients: Sequence[Any]
 ) -> None:
-    """Packs the state of small weights with dense gradients, once for each optimizer.
+    """Packs the state of weights with dense gradients, once for each optimizer.
 
     Called in a replica, before it updates; `optimizers` are built.
     """
@@ -102,13 +106,16 @@ def pack_state(
 def _pack(optimizer: Optimizer, is_dense: set[int]) -> None:
     weights = hooks.variables_built_with(optimizer)
     states = hooks.states_of_updates(optimizer, len(weights))
-    by_type: dict[Any, list[int]] = {}
+    by_type: dict[Any, list[list[int]]] = {}
     for place, weight in enumerate(weights):
         of_weight = [own[place] for own in states.values()]
-        if id(weight) in is_dense and _is_small([weight, *of_weight]):
+        if id(weight) in is_dense and _can_be_packed([weight, *of_weight]):
             kind = tuple(one.value.dtype for one in (weight, *of_weight))
-            by_type.setdefault(kind, []).append(place)
-    for places in by_type.values():
+            lists = by_type.setdefault(kind, [[]])
+            if sum(_bytes_of(weights[i].value) for i in lists[-1]) > PACK_BYTES:
+                lists.append([])
+            lists[-1].append(place)
+    for places in itertools.chain(*by_type.values()):
         if states and len(places) >= FEWEST_WEIGHTS:
             flats = {
                 name: pack([own[i].value for i in places], f"{optimizer.name}/{name}")
@@ -118,7 +125,11 @@ def _pack(optimizer: Optimizer, is_dense: set[int]) -> None:
             packs_of(optimizer).append(_Pack(own, flats))
 
 
-def _is_small(variables: Sequence[Any]) -> bool:
+def _bytes_of(value: Any) -> int:
+    return int(value.dtype.size * math.prod(value.shape))
+
+
+def _can_be_packed(variables: Sequence[Any]) -> bool:
     """Whether a weight and its state can be packed."""
     for variable in variables:
         value = getattr(variable, "value", None)
@@ -129,7 +140,7 @@ def _is_small(variables: Sequence[Any]) -> bool:
             or value.is_of_group
             or is_packed(value)
             or is_checkpointed_as(value)
-            or value.dtype.size * math.prod(value.shape) > LARGEST_BYTES
+            or _bytes_of(value) > LARGEST_BYTES
         ):
             return False
     return True
@@ -166,12 +177,20 @@ def _update_pack(
 ) -> None:
     rank = current_rank()
     target = _Target([own_copy(weight, rank) for weight in packed.weights])
-    parts = [tf.reshape(one, [-1]) for one in gradients]
+    parts = [
+        _shaped(one, [math.prod(weight.shape)])
+        for one, weight in zip(gradients, packed.weights, strict=True)
+    ]
     state = {name: [flats[rank]] for name, flats in packed.state.items()}
     on_flat = _OnFlat(optimizer, state)
     type(optimizer).update_step(on_flat, tf.concat(parts, 0), target, learning_rate)
     for weight in packed.weights:
         weight.note_update()
+
+
+def _shaped(tensor: tf.Tensor, shape: Any) -> tf.Tensor:
+    """A tensor in another shape, without an operation if that is its own."""
+    return tensor if tensor.shape == shape else tf.reshape(tensor, shape)
 
 
 class _OnFlat:
@@ -206,6 +225,6 @@ class _Target:
     def _parts(self, change: tf.Tensor) -> list[tuple[tf.Variable, tf.Tensor]]:
         parts = tf.split(change, self._sizes)
         return [
-            (copy, tf.reshape(part, copy.shape))
+            (copy, _shaped(part, copy.shape))
             for copy, part in zip(self._copies, parts, strict=True)
         ]

@@ -1,4 +1,4 @@
-"""Small variables that are stored together, as parts of one flat variable.
+"""Variables that are stored together, as parts of one flat variable.
 
     flat variable of a replica   [ momentum of a bias | of a scale | of another bias ]
 
