@@ -266,6 +266,14 @@ def test_files_and_names_are_those_of_keras(monkeypatch, tmp_path):
         np.testing.assert_array_equal(own, value)
 
 
+def test_saved_models_have_the_state(monkeypatch, tmp_path):
+    model = fitted(monkeypatch, adam, packed=True)
+    tf.saved_model.save(model, tmp_path / "saved")
+    loaded = tf.saved_model.load(tmp_path / "saved").optimizer._variables
+    for own, other in zip(model.optimizer.variables, loaded, strict=True):
+        np.testing.assert_array_equal(own.numpy(), other.numpy(), err_msg=own.path)
+
+
 class OwnUpdate(optimizers.Adam):
     def update_step(self, gradient, variable, learning_rate):
         super().update_step(gradient / 2, variable, learning_rate)
@@ -285,3 +293,25 @@ def test_others_are_updated_weight_by_weight(optimizer, monkeypatch):
     with pytest.raises(AssertionError):
         fitted_model = fitted(monkeypatch, optimizer, packed=True)
     assert fitted_model is None
+
+
+@pytest.mark.filterwarnings("ignore::tfdp.errors.NotFiniteWarning")
+def test_a_copy_taken_before_the_first_step_is_put_back(monkeypatch):
+    """A roll back to the start, when no state was packed yet."""
+    x, y = drawn(12)
+    x[5] = np.nan
+
+    def trained(packed):
+        largest = packed_updates.LARGEST_BYTES if packed else 0
+        monkeypatch.setattr(packed_updates, "LARGEST_BYTES", largest)
+        keras.utils.set_random_seed(0)
+        with make_strategy(2).scope():
+            model = network()
+            model.compile(adam(), "mse")
+            model.optimizer.build(model.trainable_variables)
+        guard = tfdp.callbacks.NaNGuard(on_nan="rollback")
+        model.fit(x, y, 4, shuffle=False, verbose=0, callbacks=[guard])
+        assert guard.rollbacks == 1
+        return model
+
+    check_same_bits(trained(True), trained(False))

@@ -350,7 +350,7 @@ class KeptCopy:
 
     def __init__(self, model: keras.Model):
         self._model = model
-        self._kept: list[tuple[tf.Variable, tf.Tensor]] = []
+        self._kept: list[tuple[Any, int, tf.Tensor]] = []
         #: Rollbacks to this copy.
         self.times_used = 0
 
@@ -365,22 +365,32 @@ class KeptCopy:
     def take(self) -> None:
         """Replaces the copy by the current state."""
         # A read value keeps its buffer: an update then writes elsewhere.
-        self._kept = [(copy, copy.read_value()) for copy in _copies(self._model)]
+        self._kept = [
+            (variable, place, _copies_of(variable)[place].read_value())
+            for variable, place in _copies(self._model)
+        ]
         self.times_used = 0
 
     def put_back(self) -> None:
         """Restores the copy, if there is one."""
-        for copy, value in self._kept:
-            copy.assign(value)
-        copied = {id(copy) for copy, _ in self._kept}
+        # By variable: the first step may store optimizer state in other copies.
+        for variable, place, value in self._kept:
+            _copies_of(variable)[place].assign(value)
+        kept = {id(variable) for variable, _, _ in self._kept}
         for copy in _residuals_of(self._model) if self._kept else ():
-            if id(copy) not in copied:  # created since then, as zeros
+            if id(copy) not in kept:  # created since then, as zeros
                 copy.assign(tf.zeros_like(copy))
         self.times_used += 1
 
 
-def _copies(model: keras.Model) -> Iterator[tf.Variable]:
-    """Every variable, shards too, that a device of this process holds."""
+def _copies_of(variable: Any) -> Sequence[tf.Variable]:
+    copies: Sequence[tf.Variable] = getattr(variable, "values", (variable,))
+    return copies
+
+
+def _copies(model: keras.Model) -> Iterator[tuple[Any, int]]:
+    """Every variable that devices of this process hold, shards too, and the place of
+    each copy among its copies."""
     optimizers = optimizers_of(model)
     leaves = [leaf for owner in optimizers for leaf in innermost_optimizers(owner)]
     rates = [leaf.learning_rate for leaf in leaves]
@@ -392,8 +402,8 @@ def _copies(model: keras.Model) -> Iterator[tf.Variable]:
         if id(value) in seen:
             continue
         seen.add(id(value))
-        yield from getattr(value, "values", (value,))
-    yield from _residuals_of(model)
+        yield from ((value, place) for place in range(len(_copies_of(value))))
+    yield from ((residual, 0) for residual in _residuals_of(model))
 
 
 def _residuals_of(model: keras.Model) -> Iterator[tf.Variable]:

@@ -28,7 +28,7 @@ from tfdp._private.names import current_rank, own_copy
 from tfdp._private.variable_hooks import is_checkpointed_as
 from tfdp.seams.replace import Override, around, note_on
 from tfdp.step.find_optimizers import innermost_optimizers
-from tfdp.tracing.step import call_before_step
+from tfdp.tracing.step import call_before_step, current_step
 from tfdp.variables.mirrored import ReplicaMirroredVariable
 from tfdp.variables.packed import is_packed, pack
 
@@ -139,6 +139,8 @@ def _can_be_packed(variables: Sequence[Any]) -> bool:
             or value.has_local
             or value.is_of_group
             or is_packed(value)
+            # Keras stores the gradient, without an update.
+            or getattr(variable, "overwrite_with_gradient", False)
             or is_checkpointed_as(value)
             or _bytes_of(value) > LARGEST_BYTES
         ):
@@ -154,18 +156,21 @@ def _update(
     learning_rate: Any,
 ) -> None:
     """Keras' update: first of the packs of which all weights have a dense gradient."""
+    found = current_step()
+    if found is not None and found[0].is_local:  # it updates local copies
+        return original(strategy, gradients_and_variables, learning_rate)
     pairs = {id(variable): (own, variable) for own, variable in gradients_and_variables}
-    for found in packs_of(optimizer):
-        own = [pairs.get(id(weight), (None, None))[0] for weight in found.weights]
+    for one in packs_of(optimizer):
+        own = [pairs.get(id(weight), (None, None))[0] for weight in one.weights]
         if not all(isinstance(gradient, tf.Tensor) for gradient in own):
             continue
-        for weight in found.weights:
+        for weight in one.weights:
             del pairs[id(weight)]
-        update = functools.partial(_update_pack, optimizer, found)
+        update = functools.partial(_update_pack, optimizer, one)
         args = own, learning_rate
-        strategy.extended.update(found.weights[0], update, args=args, group=False)
+        strategy.extended.update(one.weights[0], update, args=args, group=False)
     rest = list(pairs.values())
-    original(strategy, rest, learning_rate)
+    return original(strategy, rest, learning_rate)
 
 
 def _update_pack(

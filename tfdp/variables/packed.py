@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
+from tfdp._private.names import UninitializedVariable
 from tfdp._private.variable_hooks import facts_of, plain_variable, replace_copies
 
 if TYPE_CHECKING:
@@ -97,6 +98,19 @@ class PackedCopy:
 
     def scatter_update(self, rows: Any, *args: Any, **kwargs: Any) -> PackedCopy:
         return self._scattered(tf.tensor_scatter_nd_update, rows)
+
+    def _export_to_saved_model_graph(
+        self, object_map: Any, tensor_map: Any, options: Any, **kwargs: Any
+    ) -> list[Any]:
+        """Puts a variable of its own for the copy into a SavedModel's graph."""
+        exported = UninitializedVariable(
+            trainable=self.trainable,
+            shape=self.shape,
+            dtype=self.dtype,
+            name=self.name.split(":")[0],
+        )
+        object_map[self], tensor_map[self.handle] = exported, exported.handle
+        return [self.handle]
 
     def _scattered(self, scatter: Any, rows: Any) -> PackedCopy:
         value, places = self.read_value(), rows.indices[:, None]
