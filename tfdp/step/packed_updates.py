@@ -28,7 +28,7 @@ from tfdp._private.names import current_rank, own_copy
 from tfdp._private.variable_hooks import is_checkpointed_as
 from tfdp.seams.replace import Override, around, note_on
 from tfdp.step.find_optimizers import innermost_optimizers
-from tfdp.tracing.step import call_before_step, current_step
+from tfdp.tracing.step import call_before_step
 from tfdp.variables.mirrored import ReplicaMirroredVariable
 from tfdp.variables.packed import is_packed, pack
 
@@ -156,13 +156,11 @@ def _update(
     learning_rate: Any,
 ) -> None:
     """Keras' update: first of the packs of which all weights have a dense gradient."""
-    found = current_step()
-    if found is not None and found[0].is_local:  # it updates local copies
-        return original(strategy, gradients_and_variables, learning_rate)
     pairs = {id(variable): (own, variable) for own, variable in gradients_and_variables}
     for one in packs_of(optimizer):
         own = [pairs.get(id(weight), (None, None))[0] for weight in one.weights]
-        if not all(isinstance(gradient, tf.Tensor) for gradient in own):
+        are_dense = all(isinstance(gradient, tf.Tensor) for gradient in own)
+        if not are_dense or one.weights[0].has_local:
             continue
         for weight in one.weights:
             del pairs[id(weight)]
@@ -170,7 +168,7 @@ def _update(
         args = own, learning_rate
         strategy.extended.update(one.weights[0], update, args=args, group=False)
     rest = list(pairs.values())
-    return original(strategy, rest, learning_rate)
+    original(strategy, rest, learning_rate)
 
 
 def _update_pack(
