@@ -266,6 +266,30 @@ def test_files_and_names_are_those_of_keras(monkeypatch, tmp_path):
         np.testing.assert_array_equal(own, value)
 
 
+def test_state_in_functions(monkeypatch):
+    model = fitted(monkeypatch, adam, packed=True)
+    strategy, slot = model.distribute_strategy, model.optimizer.variables[2]
+
+    @tf.function
+    def outside():
+        slot.assign(slot * 0 + 7)
+        return slot.value + 1
+
+    @tf.function
+    def inside():
+        def double():
+            slot.assign_add(slot)
+            return 2 * slot.value[0]
+
+        return strategy.run(double)
+
+    np.testing.assert_array_equal(outside(), np.full(slot.shape, 8))
+    for of_replica in strategy.experimental_local_results(inside()):
+        np.testing.assert_array_equal(of_replica, np.full(slot.shape[1:], 28))
+    for own in slot.value.values:
+        np.testing.assert_array_equal(np.asarray(own), np.full(slot.shape, 14))
+
+
 def test_saved_models_have_the_state(monkeypatch, tmp_path):
     model = fitted(monkeypatch, adam, packed=True)
     tf.saved_model.save(model, tmp_path / "saved")

@@ -9,9 +9,10 @@ keeps its name, its shape and its copies: `PackedCopy` reads and assigns the par
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdp._private.names import UninitializedVariable
@@ -72,7 +73,10 @@ class PackedCopy:
         value = self.read_value()
         return value if dtype is None else tf.cast(value, dtype)
 
-    def assign(self, value: Any, *args: Any, **kwargs: Any) -> PackedCopy:
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self.numpy(), dtype)
+
+    def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
         value = tf.convert_to_tensor(value, self.dtype)
         if not value.shape.is_compatible_with(self.shape):
             raise ValueError(
@@ -80,23 +84,26 @@ class PackedCopy:
                 f"{self.name!r} of shape {self.shape}."
             )
         part = self.flat[self._start : self._stop]
-        part.assign(tf.reshape(value, [-1]))
-        return self
+        stored = part.assign(tf.reshape(value, [-1]))
+        if tf.executing_eagerly():
+            return self
+        with tf.control_dependencies([stored]):
+            return tf.identity(value)  # as a graph's assignment of a variable gives
 
-    def assign_add(self, delta: Any, *args: Any, **kwargs: Any) -> PackedCopy:
+    def assign_add(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
         return self.assign(self.read_value() + tf.convert_to_tensor(delta, self.dtype))
 
-    def assign_sub(self, delta: Any, *args: Any, **kwargs: Any) -> PackedCopy:
+    def assign_sub(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
         return self.assign(self.read_value() - tf.convert_to_tensor(delta, self.dtype))
 
     # Of a weight whose gradient is one of rows.
-    def scatter_add(self, rows: Any, *args: Any, **kwargs: Any) -> PackedCopy:
+    def scatter_add(self, rows: Any, *args: Any, **kwargs: Any) -> Any:
         return self._scattered(tf.tensor_scatter_nd_add, rows)
 
-    def scatter_sub(self, rows: Any, *args: Any, **kwargs: Any) -> PackedCopy:
+    def scatter_sub(self, rows: Any, *args: Any, **kwargs: Any) -> Any:
         return self._scattered(tf.tensor_scatter_nd_sub, rows)
 
-    def scatter_update(self, rows: Any, *args: Any, **kwargs: Any) -> PackedCopy:
+    def scatter_update(self, rows: Any, *args: Any, **kwargs: Any) -> Any:
         return self._scattered(tf.tensor_scatter_nd_update, rows)
 
     def _export_to_saved_model_graph(
@@ -112,9 +119,24 @@ class PackedCopy:
         object_map[self], tensor_map[self.handle] = exported, exported.handle
         return [self.handle]
 
-    def _scattered(self, scatter: Any, rows: Any) -> PackedCopy:
+    def _scattered(self, scatter: Any, rows: Any) -> Any:
         value, places = self.read_value(), rows.indices[:, None]
         return self.assign(scatter(value, places, tf.cast(rows.values, self.dtype)))
+
+
+def _with_value(operator: str) -> Callable[..., Any]:
+    """A method of tensors, of the value of a copy."""
+
+    def method(copy: PackedCopy, *args: Any) -> Any:
+        return getattr(copy.read_value(), operator)(*args)
+
+    return method
+
+
+for _operator in tf.Tensor.OVERLOADABLE_OPERATORS:
+    # Equality is identity, as components of a variable are told apart by it.
+    if _operator not in ("__eq__", "__ne__"):
+        setattr(PackedCopy, _operator, _with_value(_operator))
 
 
 def pack(variables: Sequence[ReplicaMirroredVariable], name: str) -> list[tf.Variable]:
