@@ -22,7 +22,21 @@ if TYPE_CHECKING:
     from tfdp.variables.mirrored import ReplicaMirroredVariable
 
 
-class PackedCopy:
+def _of_value(operator: str) -> Callable[..., Any]:
+    """A method of tensors, for the value of a copy."""
+
+    def method(copy: Any, *args: Any) -> Any:
+        return getattr(copy.read_value(), operator)(*args)
+
+    return method
+
+
+# Without equality, by which the copies of a variable are told apart.
+_OPERATORS = set(tf.Tensor.OVERLOADABLE_OPERATORS) - {"__eq__", "__ne__"}
+_Arithmetic: Any = type("_Arithmetic", (), {one: _of_value(one) for one in _OPERATORS})
+
+
+class PackedCopy(_Arithmetic):
     """A replica's copy of a variable: elements of a flat one, from `start` on.
 
     Args:
@@ -84,11 +98,8 @@ class PackedCopy:
                 f"{self.name!r} of shape {self.shape}."
             )
         part = self.flat[self._start : self._stop]
-        stored = part.assign(tf.reshape(value, [-1]))
-        if tf.executing_eagerly():
-            return self
-        with tf.control_dependencies([stored]):
-            return tf.identity(value)  # as a graph's assignment of a variable gives
+        with tf.control_dependencies([part.assign(tf.reshape(value, [-1]))]):
+            return tf.identity(value)
 
     def assign_add(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
         return self.assign(self.read_value() + tf.convert_to_tensor(delta, self.dtype))
@@ -122,21 +133,6 @@ class PackedCopy:
     def _scattered(self, scatter: Any, rows: Any) -> Any:
         value, places = self.read_value(), rows.indices[:, None]
         return self.assign(scatter(value, places, tf.cast(rows.values, self.dtype)))
-
-
-def _with_value(operator: str) -> Callable[..., Any]:
-    """A method of tensors, of the value of a copy."""
-
-    def method(copy: PackedCopy, *args: Any) -> Any:
-        return getattr(copy.read_value(), operator)(*args)
-
-    return method
-
-
-for _operator in tf.Tensor.OVERLOADABLE_OPERATORS:
-    # Equality is identity, as components of a variable are told apart by it.
-    if _operator not in ("__eq__", "__ne__"):
-        setattr(PackedCopy, _operator, _with_value(_operator))
 
 
 def pack(variables: Sequence[ReplicaMirroredVariable], name: str) -> list[tf.Variable]:
