@@ -84,9 +84,10 @@ def _small_tables_travel_by_rows(monkeypatch):
     monkeypatch.setattr(sparse, "SMALL_TABLE_BYTES", 0)
 
 
-def is_in_parts(layout, optimizer):
+def is_in_parts(layout, optimizer, model):
     # Adafactor updates the table whole, at an owner.
-    is_exchanged = layout.shard == "parameters" and layout.engine != "tensorflow"
+    transport = model.distribute_strategy.extended.reducer.transport
+    is_exchanged = layout.shard == "parameters" and transport.to_each is not None
     return is_exchanged and "Adafactor" not in optimizer
 
 
@@ -97,12 +98,11 @@ def test_equals_one_device(optimizer, option, layout, kind, record_property):
     # In half precision the rounding of activations is far above that of the exchange:
     # one device then takes the batch in the replicas' parts.
     parts = layout if OPTIONS[option].is_half else None
-    chosen = LAYOUTS[layout]
+    chosen, replicas = LAYOUTS[layout], replicas_of(optimizer, option, layout)
     # A table in parts has the gradients of each occurrence, as on one device.
-    has_rows = chosen.shard == "none" or is_in_parts(chosen, optimizer)
+    has_rows = chosen.shard == "none" or is_in_parts(chosen, optimizer, replicas.model)
     is_dense = not has_rows or chosen.repeated_rows == "sum"
     answer, movement, bounds = reference(optimizer, option, kind, parts, is_dense)
-    replicas = replicas_of(optimizer, option, layout)
     got = replicas.run(kind)
 
     assert got.exact == answer.exact

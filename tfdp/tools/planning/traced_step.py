@@ -245,7 +245,7 @@ class TracedModel:
         for part, group in zip(("weights", "slots"), groups, strict=True):
             for variable in group:
                 for own in getattr(variable.value, "values", (variable.value,)):
-                    add(own, part)
+                    add(getattr(own, "flat", own), part)  # many packed ones: one buffer
         for variable in graph.variables:
             for own in getattr(variable, "values", (variable,)):
                 add(own, "state")
