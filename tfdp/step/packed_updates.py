@@ -13,6 +13,7 @@ gradients are dense.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -68,7 +69,7 @@ def packs_of(optimizer: Optimizer) -> list[_Pack]:
 
 
 def packed_overrides(optimizers: Iterable[Optimizer]) -> Iterator[Override]:
-    """Overrides that let `optimizers` update small weights together."""
+    """Overrides that let `optimizers` update the weights of a pack together."""
     for outer in optimizers:
         for optimizer in innermost_optimizers(outer):
             if is_packable(optimizer):
@@ -79,8 +80,8 @@ def packed_overrides(optimizers: Iterable[Optimizer]) -> Iterator[Override]:
 def is_packable(optimizer: Optimizer) -> bool:
     """Whether the update is Keras', and one of single numbers."""
     kind = hooks.elementwise_of_keras(optimizer)
-    own = (*hooks.AFTER_ACCUMULATION, "update_step")
-    return kind in PACKABLE and not any(hooks.is_own(optimizer, name) for name in own)
+    has_hook = any(hooks.is_own(optimizer, name) for name in hooks.AFTER_ACCUMULATION)
+    return kind in PACKABLE and not has_hook
 
 
 def pack_state(
@@ -106,15 +107,19 @@ def pack_state(
 def _pack(optimizer: Optimizer, is_dense: set[int]) -> None:
     weights = hooks.variables_built_with(optimizer)
     states = hooks.states_of_updates(optimizer, len(weights))
+    # Of a type all packs, and the bytes of the last one.
     by_type: dict[Any, list[list[int]]] = {}
+    last_bytes: collections.Counter[Any] = collections.Counter()
     for place, weight in enumerate(weights):
         of_weight = [own[place] for own in states.values()]
         if id(weight) in is_dense and _can_be_packed([weight, *of_weight]):
             kind = tuple(one.value.dtype for one in (weight, *of_weight))
             lists = by_type.setdefault(kind, [[]])
-            if sum(_bytes_of(weights[i].value) for i in lists[-1]) > PACK_BYTES:
+            if last_bytes[kind] > PACK_BYTES:
                 lists.append([])
+                last_bytes[kind] = 0
             lists[-1].append(place)
+            last_bytes[kind] += _bytes_of(weight.value)
     for places in itertools.chain(*by_type.values()):
         if states and len(places) >= FEWEST_WEIGHTS:
             flats = {
@@ -155,7 +160,7 @@ def _update(
     gradients_and_variables: Sequence[tuple[Any, Any]],
     learning_rate: Any,
 ) -> None:
-    """Keras' update: first of the packs of which all weights have a dense gradient."""
+    """Updates packs of which all weights have a dense gradient, and then the rest."""
     pairs = {id(variable): (own, variable) for own, variable in gradients_and_variables}
     for one in packs_of(optimizer):
         own = [pairs.get(id(weight), (None, None))[0] for weight in one.weights]
@@ -181,7 +186,7 @@ def _update_pack(
     rank = current_rank()
     target = _Target([own_copy(weight, rank) for weight in packed.weights])
     parts = [
-        _shaped(one, [math.prod(weight.shape)])
+        _shaped(tf.cast(one, weight.dtype), [math.prod(weight.shape)])
         for one, weight in zip(gradients, packed.weights, strict=True)
     ]
     state = {name: [flats[rank]] for name, flats in packed.state.items()}

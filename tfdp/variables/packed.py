@@ -31,7 +31,7 @@ def _of_value(operator: str) -> Callable[..., Any]:
     return method
 
 
-# Without equality, by which the copies of a variable are told apart.
+# Not equality: TensorFlow compares the copies of a variable to find one of them.
 _OPERATORS = set(tf.Tensor.OVERLOADABLE_OPERATORS) - {"__eq__", "__ne__"}
 _Arithmetic: Any = type("_Arithmetic", (), {one: _of_value(one) for one in _OPERATORS})
 
