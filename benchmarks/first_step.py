@@ -14,22 +14,20 @@ import dataclasses
 import gc
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.shared import (
-    Load,
     add_devices,
-    in_a_line,
+    ask_in_turn,
     make_parser,
     needs_proc,
     run_script,
     write_report,
 )
 from tfdp.cluster.machine import forget_peak, resident_and_peak_bytes
-from tfdp.tools.processes.children import ProcessFailed, ask_child
+from tfdp.tools.processes.children import ask_child
 
 if TYPE_CHECKING:
     import keras
@@ -281,17 +279,11 @@ def run(options: argparse.Namespace) -> int:
         for model in (QUICK_SUBJECTS if options.quick else SUBJECTS)
         for number in options.devices
     ]
-    found: dict[FirstStepRequest, list[FirstStepFigures]] = {r: [] for r in requests}
-    failed, load = 0, Load()
-    for _ in range(options.repeats):
-        for request in requests:
-            try:
-                found[request].append(_measure(request, options.timeout_seconds))
-            except ProcessFailed as error:
-                failed = 1
-                why = in_a_line(error)
-                print(f"{request.model}, {request.devices}: {why}", file=sys.stderr)
-            load.note()
+    found, load, failed = ask_in_turn(
+        requests,
+        options.repeats,
+        lambda request: _measure(request, options.timeout_seconds),
+    )
     print(
         f"fit to the end of its first step, Adam, {requests[0].local_batch} samples a "
         f"replica; medians (least to most) of {options.repeats}; next: a step that has "

@@ -13,20 +13,18 @@ import contextlib
 import dataclasses
 import importlib.util
 import math
-import sys
 import time
 from typing import Any
 
 from benchmarks.shared import (
-    Load,
-    in_a_line,
+    ask_in_turn,
     least_to_most,
     make_parser,
     run_script,
     write_report,
 )
 from tfdp.errors import DeviceError
-from tfdp.tools.processes.children import ProcessFailed, ask_child
+from tfdp.tools.processes.children import ask_child
 
 MESHES = ((1, 1), (1, 2), (2, 1))
 # The first steps of an epoch, which also wait for its input.
@@ -144,23 +142,16 @@ def run(options: argparse.Namespace) -> int:
         for mesh in MESHES
         for backend in ("tensorflow", "jax")
     ]
-    seconds: dict[AxisRequest, list[float]] = {request: [] for request in requests}
-    load, failed = Load(), 0
-    for _ in range(options.repeats):
-        for request in requests:
-            more = {"KERAS_BACKEND": request.backend}
-            count = math.prod(request.mesh)
-            more["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={count}"
-            try:
-                asked = dataclasses.asdict(request)
-                found = ask_child(
-                    "benchmarks.second_axis", asked, options.timeout_seconds, **more
-                )
-                seconds[request].append(found)
-            except ProcessFailed as error:
-                failed = 1
-                print(f"{request}: {in_a_line(error)}", file=sys.stderr)
-            load.note()
+
+    def ask(request: AxisRequest) -> float:
+        more = {"KERAS_BACKEND": request.backend}
+        count = math.prod(request.mesh)
+        more["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={count}"
+        asked, deadline = dataclasses.asdict(request), options.timeout_seconds
+        found: float = ask_child("benchmarks.second_axis", asked, deadline, **more)
+        return found
+
+    seconds, load, failed = ask_in_turn(requests, options.repeats, ask)
     print("seconds of a step, and steps per second of tfdp over those of JAX\n")
     for mesh in MESHES:
         ours, theirs = (seconds[one] for one in requests if one.mesh == mesh)

@@ -8,7 +8,7 @@ import pathlib
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from tfdp.checks import integer_from
 from tfdp.cluster.machine import describe_machine
@@ -19,6 +19,7 @@ from tfdp.tools.processes.children import ProcessFailed, answer
 __all__ = [
     "Load",
     "add_devices",
+    "ask_in_turn",
     "in_a_line",
     "least_to_most",
     "make_parser",
@@ -26,6 +27,9 @@ __all__ = [
     "run_script",
     "write_report",
 ]
+
+Request = TypeVar("Request")
+Found = TypeVar("Found")
 
 # What `python -m benchmarks.X` is started with as a worker: JSON, not an option.
 JSON_STARTS = "{"
@@ -111,6 +115,26 @@ class Load:
         self.note()
         least, most = min(self.figures), max(self.figures)
         return f"load of the machine {least:.1f} to {most:.1f}"
+
+
+def ask_in_turn(
+    requests: Sequence[Request], repeats: int, ask: Callable[[Request], Found]
+) -> tuple[dict[Request, list[Found]], Load, int]:
+    """What `ask` finds for each request, in `repeats` turns; prints what has failed.
+
+    Returns what was found, by request; the load meanwhile; and the exit status.
+    """
+    found: dict[Request, list[Found]] = {request: [] for request in requests}
+    load, failed = Load(), 0
+    for _ in range(repeats):
+        for request in requests:
+            try:
+                found[request].append(ask(request))
+            except ProcessFailed as error:
+                failed = 1
+                print(f"{request}: {in_a_line(error)}", file=sys.stderr)
+            load.note()
+    return found, load, failed
 
 
 def write_report(path: str | None, suite: str, **more: Any) -> None:

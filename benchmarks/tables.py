@@ -11,14 +11,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-import sys
 import time
 from typing import Any
 
 from benchmarks.memory import ENVIRONMENT
 from benchmarks.shared import (
-    Load,
-    in_a_line,
+    ask_in_turn,
     least_to_most,
     make_parser,
     needs_proc,
@@ -26,7 +24,7 @@ from benchmarks.shared import (
     write_report,
 )
 from tfdp.cluster.machine import forget_peak, peak_bytes, resident_bytes
-from tfdp.tools.processes.children import ProcessFailed, ask_child
+from tfdp.tools.processes.children import ask_child
 
 ARMS = ("parts", "gathered", "whole")
 OPTIMIZERS = ("SGD", "Adagrad")
@@ -202,19 +200,15 @@ def run(options: argparse.Namespace) -> int:
         small["words"] = options.words
     small["processes"] = options.processes
     requests = [TableRequest(arm, name, **small) for name in OPTIMIZERS for arm in ARMS]
-    found: dict[TableRequest, list[dict[str, float]]] = {one: [] for one in requests}
-    load, failed = Load(), 0
-    for _ in range(options.repeats):
-        for request in requests:
-            try:
-                found[request].append(_ask(request, options.timeout_seconds))
-                if len(found[request]) == 1:
-                    peaks = _peaks(request, options.timeout_seconds)
-                    found[request][0].update(peaks)
-            except ProcessFailed as error:
-                failed = 1
-                print(f"{request}: {in_a_line(error)}", file=sys.stderr)
-            load.note()
+    peaks: dict[TableRequest, dict[str, float]] = {}
+
+    def ask(request: TableRequest) -> dict[str, float]:
+        figures = _ask(request, options.timeout_seconds)
+        if request not in peaks:  # once is enough
+            peaks[request] = _peaks(request, options.timeout_seconds)
+        return figures | peaks[request]
+
+    found, load, failed = ask_in_turn(requests, options.repeats, ask)
     for request in requests:
         if not found[request]:
             continue

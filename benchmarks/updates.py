@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.shared import (
-    Load,
-    in_a_line,
+    ask_in_turn,
     least_to_most,
     make_parser,
     run_script,
     write_report,
 )
-from tfdp.tools.processes.children import ProcessFailed, ask_child
+from tfdp.tools.processes.children import ask_child
 
 ARMS = ("keras", "each", "packed")
 SUBJECTS = ("small", "resnet50")
@@ -126,18 +124,12 @@ def run(options: argparse.Namespace) -> int:
     requests = [
         UpdateRequest(subject, options.optimizer, rounds=rounds) for subject in subjects
     ]
-    found: dict[UpdateRequest, list[Any]] = {request: [] for request in requests}
-    load, failed = Load(), 0
-    for _ in range(options.repeats):
-        for request in requests:
-            try:
-                asked = dataclasses.asdict(request)
-                deadline = options.timeout_seconds
-                found[request].append(ask_child("benchmarks.updates", asked, deadline))
-            except ProcessFailed as error:
-                failed = 1
-                print(f"{request}: {in_a_line(error)}", file=sys.stderr)
-            load.note()
+
+    def ask(request: UpdateRequest) -> Any:
+        asked, deadline = dataclasses.asdict(request), options.timeout_seconds
+        return ask_child("benchmarks.updates", asked, deadline)
+
+    found, load, failed = ask_in_turn(requests, options.repeats, ask)
     for request, results in found.items():
         for arm in ARMS if results else ():
             firsts = [one[arm]["first"] for one in results]
