@@ -1,7 +1,8 @@
 """Measures an optimizer's update alone: plain Keras, weight by weight, and together.
 
 "keras" is Keras without a strategy, "each" tfdp that updates weight by weight, "packed"
-tfdp as it is: small weights are updated together. All arms update the same weights by
+tfdp as it is: small weights are updated together. "fused" is
+`tfdp.optimizers.fused`: XLA compiles the updates. All arms update the same weights by
 the same gradients, in one process, in turn.
 """
 
@@ -22,7 +23,7 @@ from benchmarks.shared import (
 )
 from tfdp.tools.processes.children import ask_child
 
-ARMS = ("keras", "each", "packed")
+ARMS = ("keras", "each", "packed", "fused")
 SUBJECTS = ("small", "resnet50")
 
 
@@ -76,6 +77,8 @@ def _update_of(request: UpdateRequest, arm: str, shapes: Sequence[Any]) -> Calla
         zeros = [np.zeros(shape, "float32") for shape in shapes]
         weights = [keras.Variable(value) for value in zeros]
         optimizer = getattr(keras.optimizers, request.optimizer)(1e-3)
+        if arm == "fused":
+            tfdp.optimizers.fused(optimizer)
         optimizer.build(weights)
 
     @tf.function(autograph=False)

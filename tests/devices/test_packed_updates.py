@@ -77,7 +77,7 @@ def fitted(monkeypatch, optimizer, packed, strategy=None, build=network, **optio
             model.compile(optimizer(), "mse", **options)
         x, y = drawn()
         model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
-    assert bool(packs_of(leaf_of(model.optimizer))) == packed
+    assert bool(packs_of(leaf_of(model.optimizer)).packs) == packed
     return model
 
 
@@ -118,7 +118,7 @@ def test_with_shards_of_the_large_weights(shard, monkeypatch):
         return fitted(monkeypatch, without_biases, packed, strategy)
 
     model, reference = trained(True), trained(False)
-    (pack,) = packs_of(model.optimizer)
+    (pack,) = packs_of(model.optimizer).packs
     assert len(pack.weights) == len(model.trainable_weights) - 1
     for own, other in zip(model.weights, reference.weights, strict=True):
         np.testing.assert_array_equal(own.numpy(), other.numpy())
@@ -198,7 +198,7 @@ def test_rows_of_a_table_that_had_dense_gradients(monkeypatch):
         )
         for is_dense in (True, False, True):
             step(words, is_dense)
-        assert bool(packs_of(optimizer)) == packed
+        assert bool(packs_of(optimizer).packs) == packed
         return [one.numpy() for one in (*model.weights, *optimizer.variables)]
 
     for own, other in zip(trained(True), trained(False), strict=True):

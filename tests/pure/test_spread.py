@@ -48,7 +48,7 @@ QUESTIONS = {
             *("variables/tpu", "_private/tpu", "_private/names", "plan/options"),
             *("strategies/auto", "strategies/keras_distribution", "step/jit"),
             # Functions of their own are compiled, and the name of an error.
-            *("compression/blocks", "variables/bit_hash", "errors"),
+            *("variables/bit_hash", "errors"),
         ),
         18,
     ),

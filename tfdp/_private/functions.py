@@ -103,6 +103,12 @@ def as_replicas_run_it(fn: Any) -> Callable:
     return tf.__internal__.autograph.tf_convert(function, status, user_requested=True)
 
 
+def compiled_by_xla(function: Callable) -> Callable:
+    """A function whose operations XLA makes one: fewer passes over memory."""
+    compiled: Callable = tf.function(function, jit_compile=True, autograph=False)
+    return compiled
+
+
 def traced_as(fn: Any, wrapper: Callable) -> Callable:
     """`wrapper`, marked so that TensorFlow counts its retraces as those of `fn`.
 

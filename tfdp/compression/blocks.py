@@ -14,6 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdp._private.functions import compiled_by_xla
 from tfdp.checks import is_whole
 from tfdp.compression.method import (
     Exchanged,
@@ -210,5 +211,5 @@ def _compiled(method: Blockwise, name: str) -> Any:
     """A method's kernel, compiled by XLA: one pass over memory where ops need six."""
     key = (method, name)
     if key not in _functions:
-        _functions[key] = tf.function(getattr(method, name), jit_compile=True)
+        _functions[key] = compiled_by_xla(getattr(method, name))
     return _functions[key]

@@ -62,6 +62,10 @@ class Feature:
     def finish(self, call: StepCall) -> None:
         """Warns of, or refuses, what it has noted, when all replicas are traced."""
 
+    def remarks(self, call: StepCall) -> Iterable[str]:
+        """Sentences for `tfdp info --step`, when all replicas are traced."""
+        return ()
+
 
 class Optimizers(Feature):
     """Optimizers get gradients that are summed over the replicas."""
@@ -82,6 +86,11 @@ class WeightsTogether(Feature):
         from tfdp.step.packed_updates import packed_overrides
 
         return packed_overrides(call.optimizers)
+
+    def remarks(self, call: StepCall) -> Iterable[str]:
+        from tfdp.step.packed_updates import packs_in_words
+
+        return packs_in_words(call.optimizers)
 
 
 class Reports(Feature):

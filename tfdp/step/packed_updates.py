@@ -25,8 +25,10 @@ import tensorflow as tf
 from keras.optimizers import Optimizer
 
 from tfdp._private import optimizer_hooks as hooks
+from tfdp._private.functions import compiled_by_xla
 from tfdp._private.names import current_rank, own_copy
 from tfdp._private.variable_hooks import is_checkpointed_as
+from tfdp.errors import ConfigurationError
 from tfdp.seams.replace import Override, around, note_on
 from tfdp.step.find_optimizers import innermost_optimizers
 from tfdp.tracing.step import call_before_step
@@ -46,7 +48,9 @@ FEWEST_WEIGHTS = 4
 # TensorFlow makes a product of it, with a reciprocal root whose last bit depends on the
 # place in a vector register.
 PACKABLE = ("SGD", "Adam", "Adamax", "Nadam", "Lion")
-PACKS = "_tfdp_packs"
+# The same, and those of which only the last bits differ. Ftrl also reads the weight.
+COMPILABLE = (*PACKABLE, "RMSprop", "Adagrad", "Adadelta")
+PACKS, FUSED = "_tfdp_packs", "_tfdp_fused"
 
 
 @dataclasses.dataclass
@@ -62,10 +66,36 @@ class _Pack:
     state: dict[str, list[tf.Variable]]
 
 
-def packs_of(optimizer: Optimizer) -> list[_Pack]:
-    """The weights of `optimizer` that are updated together."""
-    found: list[_Pack] = vars(optimizer).get(PACKS, [])
-    return found
+@dataclasses.dataclass
+class Packs:
+    """Weights that an optimizer updates together, and those that it does not.
+
+    Args:
+      packs: weights that are updated together.
+      alone: the paths of the other weights, by the reason.
+    """
+
+    packs: list[_Pack]
+    alone: dict[str, list[str]]
+
+
+def packs_of(optimizer: Optimizer) -> Packs:
+    """The packs of `optimizer`; none before its first step."""
+    return vars(optimizer).get(PACKS) or Packs([], {})
+
+
+def packs_in_words(optimizers: Iterable[Optimizer]) -> Iterator[str]:
+    """Which weights of `optimizers` are updated together, and why others are not."""
+    for optimizer in itertools.chain(*map(innermost_optimizers, optimizers)):
+        found = packs_of(optimizer)
+        for one in found.packs:
+            largest = max(one.weights, key=_bytes_of)
+            how = "in a kernel of XLA" if is_fused(optimizer) else "together"
+            count = f"{len(one.weights)} weights" if one.weights[1:] else "1 weight"
+            yield f"{optimizer.name} updates {count} {how}; largest: {largest.name}"
+        for why, paths in found.alone.items():
+            more = f" and {len(paths) - 3} more" if paths[3:] else ""
+            yield f"one by one, {why}: {', '.join(paths[:3])}{more}"
 
 
 def packed_overrides(optimizers: Iterable[Optimizer]) -> Iterator[Override]:
@@ -81,7 +111,31 @@ def is_packable(optimizer: Optimizer) -> bool:
     """Whether the update is Keras', and one of single numbers."""
     kind = hooks.elementwise_of_keras(optimizer)
     has_hook = any(hooks.is_own(optimizer, name) for name in hooks.AFTER_ACCUMULATION)
-    return kind in PACKABLE and not has_hook
+    return kind in (COMPILABLE if is_fused(optimizer) else PACKABLE) and not has_hook
+
+
+def fuse(optimizer: Any) -> None:
+    """Lets XLA compile the updates of `optimizer`; see `tfdp.optimizers.fused`."""
+    own = innermost_optimizers(optimizer) if isinstance(optimizer, Optimizer) else []
+    for one in own:
+        if PACKS in vars(one):
+            raise ConfigurationError(
+                f"{one.name} has made a step already. Call tfdp.optimizers.fused on "
+                "an optimizer before its first step."
+            )
+    if not own or {hooks.elementwise_of_keras(one) for one in own} - {*COMPILABLE}:
+        raise ConfigurationError(
+            "tfdp.optimizers.fused compiles the updates of Keras' AdamW, "
+            f"{', '.join(COMPILABLE)}, and of a LossScaleOptimizer of one of them. "
+            f"Received: {optimizer!r}."
+        )
+    for one in own:
+        note_on(one, FUSED, True)
+
+
+def is_fused(optimizer: Optimizer) -> bool:
+    """Whether XLA compiles the updates of `optimizer`."""
+    return FUSED in vars(optimizer)
 
 
 def pack_state(
@@ -99,58 +153,82 @@ def pack_state(
     for optimizer in optimizers:
         if PACKS in vars(optimizer):
             continue
-        note_on(optimizer, PACKS, [])
+        note_on(optimizer, PACKS, Packs([], {}))
         if is_packable(optimizer):
             call_before_step(functools.partial(_pack, optimizer, is_dense))
+        if is_fused(optimizer) and not packs_of(optimizer).packs:
+            found = list(packs_in_words([optimizer])) or ["by a method of its own"]
+            raise ConfigurationError(
+                "tfdp.optimizers.fused has no effect here, since "
+                f"{optimizer.name} updates {' '.join(found)}. Leave fused out "
+                "(docs/optimizers.md#fused-updates)."
+            )
 
 
 def _pack(optimizer: Optimizer, is_dense: set[int]) -> None:
     weights = hooks.variables_built_with(optimizer)
     states = hooks.states_of_updates(optimizer, len(weights))
+    found = packs_of(optimizer)
     # Of a type all packs, and the bytes of the last one.
     by_type: dict[Any, list[list[int]]] = {}
     last_bytes: collections.Counter[Any] = collections.Counter()
     for place, weight in enumerate(weights):
         of_weight = [own[place] for own in states.values()]
-        if id(weight) in is_dense and _can_be_packed([weight, *of_weight]):
-            kind = tuple(one.value.dtype for one in (weight, *of_weight))
-            lists = by_type.setdefault(kind, [[]])
-            if last_bytes[kind] > PACK_BYTES:
-                lists.append([])
-                last_bytes[kind] = 0
-            lists[-1].append(place)
-            last_bytes[kind] += _bytes_of(weight.value)
+        why_not = _why_not([weight, *of_weight], optimizer, id(weight) in is_dense)
+        if why_not:
+            found.alone.setdefault(why_not, []).append(weight.path)
+            continue
+        types = tuple(one.value.dtype for one in (weight, *of_weight))
+        is_large = _bytes_of(weight.value) > LARGEST_BYTES
+        kind = (types, place if is_large else None)
+        lists = by_type.setdefault(kind, [[]])
+        if last_bytes[kind] > PACK_BYTES:
+            lists.append([])
+            last_bytes[kind] = 0
+        lists[-1].append(place)
+        last_bytes[kind] += _bytes_of(weight.value)
     for places in itertools.chain(*by_type.values()):
-        if states and len(places) >= FEWEST_WEIGHTS:
+        own = [weights[i] for i in places]
+        if is_fused(optimizer) or len(own) >= FEWEST_WEIGHTS:
             flats = {
-                name: pack([own[i].value for i in places], f"{optimizer.name}/{name}")
-                for name, own in states.items()
+                name: pack([of[i].value for i in places], f"{optimizer.name}/{name}")
+                for name, of in states.items()
             }
-            own = [weights[i].value for i in places]
-            packs_of(optimizer).append(_Pack(own, flats))
+            found.packs.append(_Pack([one.value for one in own], flats))
+        else:
+            found.alone["too few for a pack"] = [one.path for one in own]
 
 
 def _bytes_of(value: Any) -> int:
     return int(value.dtype.size * math.prod(value.shape))
 
 
-def _can_be_packed(variables: Sequence[Any]) -> bool:
-    """Whether a weight and its state can be packed."""
-    for variable in variables:
-        value = getattr(variable, "value", None)
+def _why_not(
+    variables: Sequence[Any], optimizer: Optimizer, is_dense: bool
+) -> str | None:
+    """The reason why a weight and its state are not packed; None: they are."""
+    values: list[Any] = [getattr(variable, "value", None) for variable in variables]
+    kinds = {type(value) for value in values}
+    if len(values) == 1:
+        return "without state"
+    if kinds != {ReplicaMirroredVariable}:
+        return "in shards, or with other state than one value for each number"
+    if not is_dense:
+        return "no gradient, or one of rows"
+    if not is_fused(optimizer) and _bytes_of(values[0]) > LARGEST_BYTES:
+        return "large"
+    for value, variable in zip(values, variables, strict=True):
         if (
-            type(value) is not ReplicaMirroredVariable
-            or value.shape != variables[0].shape
+            value.shape != values[0].shape
             or value.has_local
             or value.is_of_group
             or is_packed(value)
             # Keras stores the gradient, without an update.
             or getattr(variable, "overwrite_with_gradient", False)
             or is_checkpointed_as(value)
-            or _bytes_of(value) > LARGEST_BYTES
         ):
-            return False
-    return True
+            return "its state is used otherwise"
+    return None
 
 
 def _update(
@@ -162,7 +240,7 @@ def _update(
 ) -> None:
     """Updates packs of which all weights have a dense gradient, and then the rest."""
     pairs = {id(variable): (own, variable) for own, variable in gradients_and_variables}
-    for one in packs_of(optimizer):
+    for one in packs_of(optimizer).packs:
         own = [pairs.get(id(weight), (None, None))[0] for weight in one.weights]
         are_dense = all(isinstance(gradient, tf.Tensor) for gradient in own)
         if not are_dense or one.weights[0].has_local:
@@ -191,9 +269,26 @@ def _update_pack(
     ]
     state = {name: [flats[rank]] for name, flats in packed.state.items()}
     on_flat = _OnFlat(optimizer, state)
-    type(optimizer).update_step(on_flat, tf.concat(parts, 0), target, learning_rate)
+    gradient = tf.concat(parts, 0) if len(parts) > 1 else parts[0]
+    update_step = functools.partial(type(optimizer).update_step, on_flat, gradient)
+    if not is_fused(optimizer):
+        update_step(target, learning_rate)
+    elif len(parts) == 1:
+        _compiled(functools.partial(update_step, target, learning_rate))
+    else:
+        change = _Change(target.dtype)
+        by = _compiled(lambda: change.made_by(update_step, learning_rate))
+        change.apply(target, by)
     for weight in packed.weights:
         weight.note_update()
+
+
+def _compiled(update: Callable[[], Any]) -> Any:
+    """The result of `update`, whose operations XLA makes one.
+
+    A function of its own in each replica: its captures are the replica's copies.
+    """
+    return compiled_by_xla(update)()
 
 
 def _shaped(tensor: tf.Tensor, shape: Any) -> tf.Tensor:
@@ -213,6 +308,32 @@ class _OnFlat:
 
     def _get_variable_index(self, variable: Any) -> int:
         return 0
+
+
+class _Change:
+    """Takes the place of a target in a compiled update, which returns the change.
+
+    The parts of the change are added outside: a kernel for each weight would take XLA
+    longer to compile, and the device no less time.
+    """
+
+    def __init__(self, dtype: tf.DType):
+        self.dtype = dtype
+
+    def assign_add(self, change: tf.Tensor) -> None:
+        self._method, self._value = _Target.assign_add, change
+
+    def assign_sub(self, change: tf.Tensor) -> None:
+        self._method, self._value = _Target.assign_sub, change
+
+    def made_by(self, update_step: Callable[..., None], rate: Any) -> tf.Tensor:
+        """The change that `update_step` makes."""
+        update_step(self, rate)
+        return self._value
+
+    def apply(self, target: _Target, change: tf.Tensor) -> None:
+        """Changes `target`, as `update_step` asked."""
+        self._method(target, change)
 
 
 class _Target:

@@ -52,6 +52,7 @@ class WatchedFeature(Feature):
 
     def finish(self, call: Any) -> None:
         self._feature.finish(call)
+        self._remarks = list(self._feature.remarks(call))
 
     def facts(self) -> Facts:
         """The feature's name, what it is for, and what it has done."""
@@ -65,6 +66,7 @@ class WatchedFeature(Feature):
                 for (attribute, owner), names in self._overrides.items()
             ],
             "stages": list(self._stages),
+            "remarks": self._remarks,
         }
 
 

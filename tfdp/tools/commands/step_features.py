@@ -59,7 +59,7 @@ def format_features(features: Sequence[dict[str, Any]]) -> str:
         lines += ["", f"{one['feature']}: {one['about']}"]
         done = [
             f"  {moment:<9}  {what}"
-            for moment in ("begin", "overrides", "stages")
+            for moment in ("begin", "overrides", "stages", "remarks")
             for what in one[moment]
         ]
         lines += done or ["  -"]
