@@ -96,6 +96,13 @@ def is_own(optimizer: keras.optimizers.Optimizer, method: str) -> bool:
     return owner is not None and not owner.__module__.startswith(("keras.", "tfdp."))
 
 
+def is_set_by_user(optimizer: keras.optimizers.Optimizer, method: str) -> bool:
+    """Whether `method` was set on the instance, and not by tfdp for a step."""
+    value = vars(optimizer).get(method)
+    module = getattr(getattr(value, "func", value), "__module__", None) or ""
+    return value is not None and not module.startswith("tfdp.")
+
+
 def put_under(
     optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -81,6 +82,24 @@ def replace_copies(variable: Any, copies: Sequence[Any]) -> None:
     variable._values = tuple(copies)
     for copy in copies:
         copy._distributed_container = weakref.ref(variable)
+
+
+def are_copies_in_use(variable: Any) -> bool:
+    """Whether something beside a mirrored variable holds its copies, or their storage.
+
+    A function that was traced holds the storage that it reads and assigns.
+    """
+    kept = object()
+    handles = [copy.handle for copy in variable.values]
+    # Each is in its list and in one other place.
+    of_copy, of_handle = _references([object()])[0], _references([kept])[0]
+    return any(count > of_copy for count in _references(variable.values)) or any(
+        count > of_handle for count in _references(handles)
+    )
+
+
+def _references(values: Sequence[Any]) -> list[int]:
+    return [sys.getrefcount(one) for one in values]
 
 
 def facts_of(component: tf.Variable) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from keras.optimizers import Optimizer
 from tfdp._private import optimizer_hooks as hooks
 from tfdp._private.functions import compiled_by_xla
 from tfdp._private.names import current_rank, own_copy
-from tfdp._private.variable_hooks import is_checkpointed_as
+from tfdp._private.variable_hooks import are_copies_in_use, is_checkpointed_as
 from tfdp.errors import ConfigurationError
 from tfdp.seams.replace import Override, around, note_on
 from tfdp.step.find_optimizers import innermost_optimizers
@@ -51,6 +51,7 @@ PACKABLE = ("SGD", "Adam", "Adamax", "Nadam", "Lion")
 # The same, and those of which only the last bits differ. Ftrl also reads the weight.
 COMPILABLE = (*PACKABLE, "RMSprop", "Adagrad", "Adadelta")
 PACKS, FUSED = "_tfdp_packs", "_tfdp_fused"
+UPDATE_STEP = "update_step"
 
 
 @dataclasses.dataclass
@@ -71,17 +72,22 @@ class Packs:
     """Weights that an optimizer updates together, and those that it does not.
 
     Args:
+      built_with: the list of all of them, another one after each `build`.
       packs: weights that are updated together.
       alone: the paths of the other weights, by the reason.
     """
 
-    packs: list[_Pack]
-    alone: dict[str, list[str]]
+    built_with: list[Any]
+    packs: list[_Pack] = dataclasses.field(default_factory=list)
+    alone: dict[str, list[str]] = dataclasses.field(default_factory=dict)
 
 
 def packs_of(optimizer: Optimizer) -> Packs:
-    """The packs of `optimizer`; none before its first step."""
-    return vars(optimizer).get(PACKS) or Packs([], {})
+    """The packs of `optimizer`; none before its first step after a `build`."""
+    found: Packs | None = vars(optimizer).get(PACKS)
+    built_with = hooks.variables_built_with(optimizer)
+    is_of_build = found is not None and found.built_with is built_with
+    return found if found is not None and is_of_build else Packs(built_with)
 
 
 def packs_in_words(optimizers: Iterable[Optimizer]) -> Iterator[str]:
@@ -110,8 +116,11 @@ def packed_overrides(optimizers: Iterable[Optimizer]) -> Iterator[Override]:
 def is_packable(optimizer: Optimizer) -> bool:
     """Whether the update is Keras', and one of single numbers."""
     kind = hooks.elementwise_of_keras(optimizer)
-    has_hook = any(hooks.is_own(optimizer, name) for name in hooks.AFTER_ACCUMULATION)
-    return kind in (COMPILABLE if is_fused(optimizer) else PACKABLE) and not has_hook
+    names = hooks.AFTER_ACCUMULATION
+    has_hook = any(hooks.is_own(optimizer, name) for name in names)
+    is_set = any(hooks.is_set_by_user(optimizer, one) for one in (*names, UPDATE_STEP))
+    is_known = kind in (COMPILABLE if is_fused(optimizer) else PACKABLE)
+    return is_known and not has_hook and not is_set
 
 
 def fuse(optimizer: Any) -> None:
@@ -151,9 +160,10 @@ def pack_state(
         if isinstance(gradient, tf.Tensor)
     }
     for optimizer in optimizers:
-        if PACKS in vars(optimizer):
+        if packs_of(optimizer) is vars(optimizer).get(PACKS):
             continue
-        note_on(optimizer, PACKS, Packs([], {}))
+        found = packs_of(optimizer)
+        note_on(optimizer, PACKS, found)
         if is_packable(optimizer):
             call_before_step(functools.partial(_pack, optimizer, is_dense))
         if is_fused(optimizer) and not packs_of(optimizer).packs:
@@ -223,11 +233,15 @@ def _why_not(
             or value.has_local
             or value.is_of_group
             or is_packed(value)
+            # Created within a step that is traced, and has no value yet.
+            or not all(copy.is_initialized() for copy in value.values)
             # Keras stores the gradient, without an update.
             or getattr(variable, "overwrite_with_gradient", False)
             or is_checkpointed_as(value)
         ):
             return "its state is used otherwise"
+    if any(are_copies_in_use(state) for state in values[1:]):
+        return "something holds its state, such as a function that was traced before"
     return None
 
 
@@ -240,6 +254,9 @@ def _update(
 ) -> None:
     """Updates packs of which all weights have a dense gradient, and then the rest."""
     pairs = {id(variable): (own, variable) for own, variable in gradients_and_variables}
+    if len(pairs) < len(gradients_and_variables):  # a weight is updated twice
+        original(strategy, gradients_and_variables, learning_rate)
+        return
     for one in packs_of(optimizer).packs:
         own = [pairs.get(id(weight), (None, None))[0] for weight in one.weights]
         are_dense = all(isinstance(gradient, tf.Tensor) for gradient in own)
