@@ -298,6 +298,21 @@ def test_saved_models_have_the_state(monkeypatch, tmp_path):
         np.testing.assert_array_equal(own.numpy(), other.numpy(), err_msg=own.path)
 
 
+def test_copies_are_read_as_variables(monkeypatch):
+    model = fitted(monkeypatch, adam, packed=True)
+    slot = model.optimizer.variables[2]
+    copy, value = slot.value.values[1], slot.numpy()
+    np.testing.assert_array_equal(list(copy), value)
+    np.testing.assert_array_equal(copy.sparse_read([1, 0]), value[[1, 0]])
+    np.testing.assert_array_equal(copy.gather_nd([[1, 2]]), value[[1], [2]])
+    rows = tf.IndexedSlices(tf.zeros([1, 25]), tf.constant([0]))
+    copy.scatter_max(rows)
+    np.testing.assert_array_equal(copy[0], np.maximum(value[0], 0))
+    copy.scatter_min(rows)
+    np.testing.assert_array_equal(copy[0], np.zeros(25))
+    np.testing.assert_array_equal(copy[1:], value[1:])
+
+
 class OwnUpdate(optimizers.Adam):
     def update_step(self, gradient, variable, learning_rate):
         super().update_step(gradient / 2, variable, learning_rate)
@@ -339,3 +354,178 @@ def test_a_copy_taken_before_the_first_step_is_put_back(monkeypatch):
         return model
 
     check_same_bits(trained(True), trained(False))
+
+
+def kept(model):
+    return [one.numpy() for one in (*model.weights, *model.optimizer.variables)]
+
+
+@pytest.fixture
+def compared(monkeypatch):
+    """Compares what a function returns with and without packs."""
+
+    def compare(trained, has_packs):
+        results = []
+        for packed in (True, False):
+            largest = packed_updates.LARGEST_BYTES if packed else 0
+            keras.utils.set_random_seed(0)
+            with monkeypatch.context() as changed:
+                changed.setattr(packed_updates, "LARGEST_BYTES", largest)
+                if not packed:
+                    changed.setattr(packed_updates, "PACKABLE", ())
+                with make_strategy(2).scope():
+                    model = network()
+                    model.compile(adam(), "mse")
+                results.append(trained(model))
+            assert bool(packs_of(model.optimizer).packs) == (packed and has_packs)
+        for own, other in zip(*map(tf.nest.flatten, results), strict=True):
+            np.testing.assert_array_equal(own, other)
+
+    return compare
+
+
+def fit(model):
+    model.fit(*drawn(), batch_size=4, shuffle=False, verbose=0)
+
+
+def apply_twice(model):
+    """A step in which each weight is updated twice."""
+    optimizer, strategy = model.optimizer, model.distribute_strategy
+
+    @tf.function
+    def step(x):
+        def own_step(x):
+            with tf.GradientTape() as tape:
+                loss = tfdp.losses.local_mean(model(x) ** 2)
+            weights = model.trainable_variables
+            own = tape.gradient(loss, weights)
+            optimizer.apply([*own, *own], [*weights, *weights])
+
+        strategy.run(own_step, args=(x,))
+
+    with strategy.scope():
+        optimizer.build(model.trainable_variables)
+    step(tf.constant(drawn()[0]))
+
+
+def test_a_weight_that_is_updated_twice(compared):
+    def trained(model):
+        apply_twice(model)
+        return kept(model)
+
+    compared(trained, has_packs=True)
+
+
+def test_an_optimizer_that_is_built_again(compared):
+    """Its new state is updated, and packed again."""
+
+    def trained(model):
+        fit(model)
+        model.optimizer.built = False
+        with model.distribute_strategy.scope():
+            model.optimizer.build(model.trainable_variables)
+        model.compile(model.optimizer, "mse")
+        assert not packs_of(model.optimizer).packs
+        fit(model)
+        return kept(model)
+
+    compared(trained, has_packs=True)
+
+
+def test_an_update_set_on_the_instance(compared):
+    def trained(model):
+        original = model.optimizer.update_step
+        vars(model.optimizer)["update_step"] = lambda gradient, *args: original(
+            gradient / 2, *args
+        )
+        fit(model)
+        return kept(model)
+
+    compared(trained, has_packs=False)
+
+
+def test_functions_traced_before_the_first_step(compared):
+    """They hold the storage of the state, which is therefore not moved."""
+
+    def trained(model):
+        optimizer = model.optimizer
+        with model.distribute_strategy.scope():
+            optimizer.build(model.trainable_variables)
+        state = optimizer.variables[2:]
+
+        @tf.function
+        def total():
+            return tf.add_n([tf.reduce_sum(one.value) for one in state])
+
+        @tf.function
+        def reset():
+            for one in state:
+                one.assign(one * 0)
+
+        reset()
+        fit(model)
+        seen = [total().numpy()]
+        reset()
+        fit(model)
+        return [*seen, *kept(model)]
+
+    compared(trained, has_packs=False)
+
+
+def test_copies_kept_before_the_first_step(compared):
+    def trained(model):
+        with model.distribute_strategy.scope():
+            model.optimizer.build(model.trainable_variables)
+        slots = [one.value.values[1] for one in model.optimizer.variables[2:]]
+        fit(model)
+        return [*kept(model), *(one.numpy() for one in slots)]
+
+    compared(trained, has_packs=False)
+
+
+class BuiltInStep(keras.Model):
+    """A model whose optimizer is built while its step is traced."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.second = network(), adam()
+
+    def call(self, x):
+        return self.inner(x)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tfdp.losses.local_mean((self.inner(x) - y) ** 2)
+        weights = self.inner.trainable_variables
+        gradients = tape.gradient(loss, weights)
+        if not self.second.built:
+            self.second.build(weights)
+        self.second.apply(gradients, weights)
+        return {"loss": loss}
+
+
+def test_an_optimizer_built_within_a_step(monkeypatch):
+    """Its state has no value yet when the step is traced."""
+
+    def trained(largest):
+        monkeypatch.setattr(packed_updates, "LARGEST_BYTES", largest)
+        keras.utils.set_random_seed(0)
+        with make_strategy(2).scope():
+            model = BuiltInStep()
+            model.compile()
+        fit(model)
+        return [one.numpy() for one in (*model.weights, *model.second.variables)]
+
+    largest = packed_updates.LARGEST_BYTES
+    for own, other in zip(trained(largest), trained(0), strict=True):
+        np.testing.assert_array_equal(own, other)
+
+
+def test_a_saved_function_that_reads_packed_state_is_refused(monkeypatch, tmp_path):
+    model = fitted(monkeypatch, adam, packed=True)
+    module = tf.Module()
+    module.model, slot = model, model.optimizer.variables[2].value
+    module.read = tf.function(lambda: tf.reduce_sum(slot), input_signature=[])
+    with pytest.raises(AssertionError, match="untracked"):
+        tf.saved_model.save(module, tmp_path / "saved")

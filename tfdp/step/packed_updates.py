@@ -160,17 +160,16 @@ def pack_state(
         if isinstance(gradient, tf.Tensor)
     }
     for optimizer in optimizers:
-        if packs_of(optimizer) is vars(optimizer).get(PACKS):
-            continue
         found = packs_of(optimizer)
-        note_on(optimizer, PACKS, found)
-        if is_packable(optimizer):
-            call_before_step(functools.partial(_pack, optimizer, is_dense))
-        if is_fused(optimizer) and not packs_of(optimizer).packs:
-            found = list(packs_in_words([optimizer])) or ["by a method of its own"]
+        if found is not vars(optimizer).get(PACKS):
+            note_on(optimizer, PACKS, found)
+            if is_packable(optimizer):
+                call_before_step(functools.partial(_pack, optimizer, is_dense))
+        if is_fused(optimizer) and not found.packs:
+            how = " ".join(packs_in_words([optimizer])) or "by a method of its own"
             raise ConfigurationError(
                 "tfdp.optimizers.fused has no effect here, since "
-                f"{optimizer.name} updates {' '.join(found)}. Leave fused out "
+                f"{optimizer.name} updates {how}. Leave fused out "
                 "(docs/optimizers.md#fused-updates)."
             )
 

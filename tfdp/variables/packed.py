@@ -9,13 +9,13 @@ keeps its name, its shape and its copies: `PackedCopy` reads and assigns the par
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfdp._private.names import UninitializedVariable
+from tfdp._private.names import UninitializedVariable, in_save_context
 from tfdp._private.variable_hooks import facts_of, plain_variable, replace_copies
 
 if TYPE_CHECKING:
@@ -61,8 +61,10 @@ class PackedCopy(_Arithmetic):
         return str(self.flat.device)
 
     @property
-    def handle(self) -> tf.Tensor:
-        return self.flat.handle
+    def handle(self) -> Any:
+        # A SavedModel maps handles to its variables. The flat one is none of them: a
+        # function that reads it is refused, since it would get one part as the whole.
+        return self if in_save_context() else self.flat.handle
 
     @property
     def initializer(self) -> Any:
@@ -79,6 +81,15 @@ class PackedCopy(_Arithmetic):
         return tf.reshape(part, self.shape)
 
     value = read_value
+
+    def sparse_read(self, indices: Any, name: str | None = None) -> tf.Tensor:
+        return tf.gather(self.read_value(), indices)
+
+    def gather_nd(self, indices: Any, name: str | None = None) -> tf.Tensor:
+        return tf.gather_nd(self.read_value(), indices)
+
+    def __iter__(self) -> Iterator[tf.Tensor]:
+        return iter(self.read_value())
 
     def numpy(self) -> Any:
         return self.read_value().numpy()
@@ -117,6 +128,12 @@ class PackedCopy(_Arithmetic):
     def scatter_update(self, rows: Any, *args: Any, **kwargs: Any) -> Any:
         return self._scattered(tf.tensor_scatter_nd_update, rows)
 
+    def scatter_max(self, rows: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._scattered(tf.tensor_scatter_nd_max, rows)
+
+    def scatter_min(self, rows: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._scattered(tf.tensor_scatter_nd_min, rows)
+
     def _export_to_saved_model_graph(
         self, object_map: Any, tensor_map: Any, options: Any, **kwargs: Any
     ) -> list[Any]:
@@ -127,8 +144,8 @@ class PackedCopy(_Arithmetic):
             dtype=self.dtype,
             name=self.name.split(":")[0],
         )
-        object_map[self], tensor_map[self.handle] = exported, exported.handle
-        return [self.handle]
+        object_map[self], tensor_map[self] = exported, exported.handle
+        return [self]
 
     def _scattered(self, scatter: Any, rows: Any) -> Any:
         value, places = self.read_value(), rows.indices[:, None]
