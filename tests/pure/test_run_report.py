@@ -151,6 +151,14 @@ def test_the_advice_is_about_what_costs_most(tmp_path, made, words):
     assert advice(facts(made, tmp_path)).startswith(words)
 
 
+def test_short_steps_are_advised_to_start_together(tmp_path):
+    short = {"slow": {0: -0.038}}
+    advised = advice(facts(MadeRun(**short), tmp_path / "one"))
+    assert "a step takes 3 ms, a good part of it to be started" in advised
+    advised = advice(facts(MadeRun(**short, executed=32), tmp_path / "32"))
+    assert "started" not in advised
+
+
 def test_what_the_callback_named_while_training_is_shown(tmp_path):
     MadeRun(2).write(tmp_path)
     said = SlowWorker(18, 1, "link", 0.04, 0.4, 2.0, 1.5)

@@ -30,6 +30,7 @@ class MadeRun:
       knows_exchange: whether the time in exchanges is known.
       present: the workers that write.
       model: what trains, in words.
+      executed: steps in one call.
     """
 
     workers: int = 1
@@ -45,6 +46,7 @@ class MadeRun:
     knows_exchange: bool = True
     present: tuple | None = None
     model: str = "net: 1,000 weights"
+    executed: int = 1
 
     def write(self, folder):
         """Adds the files of all workers to `folder`, and returns it."""
@@ -67,7 +69,11 @@ class MadeRun:
             self.steps // self.epochs,
             0,
             tuple(f"host-{r}" for r in range(self.workers)) if rank == 0 else (),
-            {"strategy": "DataParallelStrategy(...)", "model": self.model},
+            {
+                "strategy": "DataParallelStrategy(...)",
+                "model": self.model,
+                "steps per execution": str(self.executed),
+            },
             {"tfdp": "0.1", "keras": "3"},
             {"host": f"host-{rank}", "processor": "made up", "usable_cores": "2"},
         )

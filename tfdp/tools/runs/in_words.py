@@ -172,6 +172,8 @@ def _interruptions(facts: RunFacts) -> list[str]:
     return found
 
 
+# A step as short as this takes a large part of its time to be started.
+SHORT_SECONDS, STARTED_SHARE = 0.005, 0.3
 # At most this many sentences of advice.
 MOST = 2
 # The time that a step waits for its batch includes TensorFlow's start of the step.
@@ -227,7 +229,20 @@ def _sentences(facts: RunFacts) -> Iterator[tuple[float, str]]:
             )
     made = len(facts.part_seconds) * sum(rate.steps for rate in facts.steady)
     waited_seconds = sum(p[INPUT] for p in facts.part_seconds.values()) / made
+    step_seconds = facts.step_seconds or 0.0
+    executed = facts.run.sessions[-1].first.start.settings.get("steps per execution")
+    starts_each = step_seconds < SHORT_SECONDS and executed == "1"
+    if starts_each:
+        yield (
+            STARTED_SHARE + shares[BETWEEN],
+            f"Make several steps in one call: a step takes "
+            f"{format_seconds(step_seconds)}, a good part of it to be started "
+            "(compile(steps_per_execution=32); callbacks are then called after every "
+            "32 steps).",
+        )
     for part, text in ADVICE.items():
+        if part == BETWEEN and starts_each:
+            continue
         is_enough = part != INPUT or waited_seconds >= INPUT_SECONDS
         if shares[part] >= LEAST_SHARES[part] and is_enough:
             yield shares[part], text.format(f"{shares[part]:.0%}")
