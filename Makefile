@@ -35,7 +35,9 @@ EXAMPLES_STAMP := $(VENV)/.examples-$(EXTRA)
 
 train: $(if $(wildcard $(STAMP)),$(STAMP),$(EXAMPLES_STAMP))
 	$(BIN)/python examples/digits.py
-	@echo "tfdp is in $(VENV). Next: source $(BIN)/activate; tfdp info; tfdp check YOUR_SCRIPT.py"
+	@printf '%s\n' "tfdp is in $(VENV). Next:" "  source $(BIN)/activate" \
+	  "  python YOUR_SCRIPT.py       # with tfdp.auto_strategy(), as in README.md" \
+	  "  tfdp check YOUR_SCRIPT.py   # whether it trains as on one device"
 
 quick: $(STAMP)
 	$(BIN)/python -m pytest --tier quick $(PARALLEL) tests/pure tests/devices

@@ -86,6 +86,7 @@ def test_the_wheel_states_what_it_needs(wheel):
         "tpu",
         "tfds",
         "grain",
+        "tensorboard",
         "tune",
         "plots",
         "mpi",

@@ -74,3 +74,10 @@ def test_broken_links_are_seen(tmp_path):
         "[5](page.md#none) [6](https://example.org/x) [8](.)\n```text\n[7](gone)\n```\n"
     )
     assert broken_links(page) == ["#none", "gone.md", "page.md#none", "."]
+
+
+def test_the_readme_has_few_links():
+    """A newcomer follows one; docs/contents.md has all pages."""
+    text = REPOSITORY.joinpath("README.md").read_text("utf-8")
+    assert text.count("](") <= 30
+    assert text.index("make train") < text.index("make test") < 600

@@ -1,5 +1,9 @@
 """What `import tfdp` does and does not do, each in a process of its own."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from tests.support.fresh_python import run_program
@@ -10,6 +14,17 @@ EXTRAS_LINE = "pip install 'tfdp[cpu]' (no GPU), 'tfdp[gpu]' (CUDA) or 'tfdp[tpu
 def test_import_prints_nothing():
     done = run_program("import tfdp; tfdp.Communication; tfdp.errors")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_script_beside_a_folder_of_that_name_imports_the_package(tmp_path):
+    """Such as one beside the clone, after an editable install."""
+    (tmp_path / "tfdp").mkdir()
+    script = tmp_path / "train.py"
+    script.write_text("import tfdp\ntfdp.quiet()\nprint(tfdp.__file__)\n", "utf-8")
+    outside = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    command = [sys.executable, script]
+    done = subprocess.run(command, env=outside, capture_output=True, text=True)
+    assert done.stdout.endswith("tfdp/__init__.py\n"), done.stderr
 
 
 def test_import_configures_no_logger():

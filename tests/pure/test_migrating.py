@@ -51,6 +51,6 @@ def test_a_page_has_a_script_before_and_one_after(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_page_can_be_found(page):
-    path = page.relative_to(REPOSITORY).as_posix()
-    for where in ("README.md", "mkdocs.yml"):
+    path = page.relative_to(REPOSITORY / "docs").as_posix()
+    for where in ("docs/contents.md", "mkdocs.yml"):
         assert path in REPOSITORY.joinpath(where).read_text("utf-8")
