@@ -87,6 +87,7 @@ def test_the_wheel_states_what_it_needs(wheel):
         "tfds",
         "grain",
         "tensorboard",
+        "prometheus",
         "tune",
         "plots",
         "mpi",

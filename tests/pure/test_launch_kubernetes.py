@@ -7,10 +7,12 @@ import pytest
 from tfdp.cluster import Cluster, find_cluster
 from tfdp.errors import ConfigurationError
 from tfdp.launch.kubernetes import (
+    PodOptions,
     Resources,
     Volume,
     job_name,
     manifest,
+    parse_variable,
     yaml_text,
 )
 from tfdp.launch.program import Program
@@ -405,3 +407,48 @@ def test_yaml_is_read_as_it_was_meant():
     )
     text = "---\n".join(map(yaml_text, made))
     assert list(yaml.safe_load_all(text)) == made
+
+
+PROBE = {
+    "httpGet": {"path": str, "port": int},
+    "timeoutSeconds": int,
+    "periodSeconds": int,
+    "failureThreshold": int,
+}
+
+
+@pytest.mark.parametrize("as_jobset", [False, True])
+def test_probes_spread_secrets_and_variables(as_jobset):
+    more = PodOptions(9400, ["registry"], True, {"NCCL_SOCKET_IFNAME": "eth0"})
+    *_, job = manifest(
+        *(PROGRAM, "image"), workers=2, as_jobset=as_jobset, job_key=KEY, more=more
+    )
+    spec = job["spec"]
+    if as_jobset:
+        spec = spec["replicatedJobs"][0]["template"]["spec"]
+    pod = spec["template"]["spec"]
+    [worker] = pod["containers"]
+    for name in ("startupProbe", "livenessProbe", "readinessProbe"):
+        assert mismatches(worker[name], PROBE) == []
+        assert worker[name]["httpGet"]["port"] == 9400
+    assert worker["ports"][1] == {"name": "metrics", "containerPort": 9400}
+    assert {"name": "NCCL_SOCKET_IFNAME", "value": "eth0"} in worker["env"]
+    assert pod["imagePullSecrets"] == [{"name": "registry"}]
+    [spread] = pod["topologySpreadConstraints"]
+    labels = spread.pop("labelSelector")["matchLabels"]
+    assert labels.items() <= spec["template"]["metadata"]["labels"].items()
+    assert spread == {
+        "maxSkew": 1,
+        "topologyKey": "kubernetes.io/hostname",
+        "whenUnsatisfiable": "ScheduleAnyway",
+    }
+
+
+@pytest.mark.parametrize("text", ["NCCL", "1A=2", "=x", "TFDP_WORKERS=3"])
+def test_a_bad_variable_is_refused(text):
+    with pytest.raises(ConfigurationError, match="--env"):
+        parse_variable(text)
+
+
+def test_a_value_may_hold_anything():
+    assert parse_variable("A=b=$c") == ("A", "b=$c")

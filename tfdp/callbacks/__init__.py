@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tfdp.callbacks.input_watch import InputWatch
     from tfdp.callbacks.learning_rate import LearningRateLogger
     from tfdp.callbacks.nan_guard import NaNGuard
+    from tfdp.callbacks.prometheus import Prometheus
     from tfdp.callbacks.replica_check import ReplicaCheck
     from tfdp.callbacks.stragglers import Stragglers
     from tfdp.callbacks.traffic import Traffic
@@ -29,6 +30,7 @@ _PUBLIC = {
     "InputWatch": "tfdp.callbacks.input_watch",
     "LearningRateLogger": "tfdp.callbacks.learning_rate",
     "NaNGuard": "tfdp.callbacks.nan_guard",
+    "Prometheus": "tfdp.callbacks.prometheus",
     "ReplicaCheck": "tfdp.callbacks.replica_check",
     "RunRecord": "tfdp.tools.callbacks.run_record",
     "StepTimeline": "tfdp.tools.callbacks.step_timeline",
@@ -44,6 +46,7 @@ __all__ = [
     "InputWatch",
     "LearningRateLogger",
     "NaNGuard",
+    "Prometheus",
     "ReplicaCheck",
     "RunRecord",
     "StepTimeline",

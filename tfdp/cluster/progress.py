@@ -7,7 +7,8 @@ strategy over all workers it starts to create: one that exits after fewer than a
 will never reach the point where that one waits.
 
 A note is a fixed-size record in a file named after the process, in the launcher's
-folder: one system call per step. Without such a launcher nothing is written.
+folder: one system call per step. Without such a launcher nothing is written, and
+`own_progress` knows the notes.
 """
 
 from __future__ import annotations
@@ -138,18 +139,25 @@ def _note(what: str, step: int) -> None:
             f"Received: {quoted(step)}. Take int(...) of an optimizer's `iterations`."
         )
     folder = os.environ.get(FOLDER_VARIABLE)
-    if not folder:
-        return
     with _notes.lock, contextlib.suppress(OSError):
         _notes.counts[what] = step
         if what in _notes.seconds:
             _notes.seconds[what] = time.monotonic()
+        if not folder:
+            return
         if _notes.descriptor is None:
             path = Path(folder, file_name(os.getpid()))
             # Nothing at that path may block the training.
             flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
             _notes.descriptor = os.open(path, flags, 0o600)
         os.pwrite(_notes.descriptor, _notes.record(), 0)
+
+
+def own_progress() -> Progress:
+    """The notes of this process, with or without a launcher."""
+    with _notes.lock:
+        record = _notes.record()
+    return _parse_record(record) or Progress()
 
 
 def file_name(process: int) -> str:

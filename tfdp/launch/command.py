@@ -325,6 +325,7 @@ def _print_manifest(options: argparse.Namespace, program: Program) -> int:
         volumes=[kubernetes.parse_volume(text) for text in options.volume],
         as_jobset=options.jobset,
         job_key=_job_key(),
+        more=kubernetes.pod_options_of(options),
     )
     print("---\n".join(map(kubernetes.yaml_text, objects)), end="")
     return 0

@@ -34,6 +34,8 @@ GPU = "nvidia.com/gpu"  # the resource of NVIDIA's device plugin
 # What Kubernetes itself waits between SIGTERM and SIGKILL: workers save meanwhile.
 GRACE_SECONDS = 30.0
 NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+PULL_SECRET = "--image-pull-secret"  # noqa: S105
+VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 CLAIM_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 # NCCL uses shared memory, of which a container has only 64 MiB by default.
 SHARED_MEMORY = "/dev/shm"  # noqa: S108
@@ -69,6 +71,58 @@ class Resources:
         }
 
 
+@dataclasses.dataclass(frozen=True)
+class PodOptions:
+    """Options of each pod.
+
+    Args:
+      probe_port: of `tfdp.callbacks.Prometheus`; None: the program has none.
+      pull_secrets: Secrets with which the image is pulled.
+      spreads: whether the scheduler prefers a node of its own for each pod.
+      variables: of the environment, besides tfdp's.
+    """
+
+    probe_port: int | None = None
+    pull_secrets: Sequence[str] = ()
+    spreads: bool = False
+    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def add_to(self, pod: dict[str, Any], job: str) -> None:
+        """Adds them to the spec of a pod of `job`."""
+        if self.probe_port is not None:
+            [worker] = pod["containers"]
+            port = {"name": "metrics", "containerPort": self.probe_port}
+            worker["ports"].append(port)
+            worker.update(_probes(self.probe_port))
+        if self.pull_secrets:
+            pod["imagePullSecrets"] = [{"name": one} for one in self.pull_secrets]
+        if self.spreads:
+            pod["topologySpreadConstraints"] = [
+                {
+                    "maxSkew": 1,
+                    "topologyKey": "kubernetes.io/hostname",
+                    "whenUnsatisfiable": "ScheduleAnyway",
+                    "labelSelector": {"matchLabels": {LABEL: job}},
+                }
+            ]
+
+
+def _probes(port: int) -> dict[str, Any]:
+    """Probes of a container that trains with `tfdp.callbacks.Prometheus`."""
+
+    def ask(path: str, period_seconds: int, failures: int) -> dict[str, Any]:
+        get = {"path": path, "port": port}
+        numbers = {"periodSeconds": period_seconds, "failureThreshold": failures}
+        return {"httpGet": get, "timeoutSeconds": 5, **numbers}
+
+    return {
+        # The port opens when `fit` begins: a program may prepare for two hours.
+        "startupProbe": ask("/healthy", 10, 720),
+        "livenessProbe": ask("/healthy", 30, 3),
+        "readinessProbe": ask("/ready", 10, 3),
+    }
+
+
 def manifest(
     program: Program,
     image: str,
@@ -83,6 +137,7 @@ def manifest(
     volumes: Sequence[Volume] = (),
     as_jobset: bool = False,
     job_key: str,
+    more: PodOptions | None = None,
 ) -> list[dict[str, Any]]:
     """The Service, the Secret and the Job; or the Secret and the JobSet.
 
@@ -94,7 +149,9 @@ def manifest(
       max_restarts: failures of the group to restart after; 0: one failed pod ends all.
       resources: of each pod.
       volumes: claims that all pods mount.
+      more: other options of each pod.
     """
+    more = more or PodOptions()
     if not image or any(character.isspace() for character in image):
         raise ConfigurationError(
             "--kubernetes needs the name of a container image, as "
@@ -105,6 +162,7 @@ def manifest(
     port = port or DEFAULT_PORT
     first = f"{name}-{REPLICATED_JOB}-0-0" if as_jobset else f"{name}-0"
     variables = {
+        **more.variables,
         **UNBUFFERED,
         "TFDP_WORKERS": str(workers),
         "TFDP_COORDINATOR": f"{first}.{name}:{port}",
@@ -118,6 +176,7 @@ def manifest(
     if fields := resources.fields():
         worker["resources"] = fields
     spec = _pod(worker, grace_seconds, _mounts(resources.gpus, volumes))
+    more.add_to(spec, name)
     secret = _object(
         *("v1", "Secret", name),
         type="Opaque",
@@ -213,6 +272,31 @@ def checked_name(name: str, most_characters: int) -> str:
         raise ConfigurationError(
             "--name needs lower-case letters, digits and hyphens, begins with a letter "
             f"and has at most {most_characters} characters. Received: {name!r}."
+        )
+    return name
+
+
+def parse_variable(text: str) -> tuple[str, str]:
+    """Parses `NAME=VALUE`; raises ConfigurationError for anything else."""
+    name, is_there, value = text.partition("=")
+    if not is_there or not VARIABLE_NAME.fullmatch(name):
+        raise ConfigurationError(
+            "--env needs NAME=VALUE, such as NCCL_SOCKET_IFNAME=eth0. Received: "
+            f"{text!r}."
+        )
+    if name.startswith("TFDP_"):
+        raise ConfigurationError(
+            f"--env cannot set {name}: tfdp launch sets the TFDP_ variables of pods."
+        )
+    return name, value
+
+
+def checked_secret(name: str) -> str:
+    """`name`, or a ConfigurationError if no Secret can have it."""
+    if not CLAIM_NAME.fullmatch(name):
+        raise ConfigurationError(
+            f"{PULL_SECRET} needs the name of a Secret of the namespace. "
+            f"Received: {name!r}."
         )
     return name
 
@@ -342,12 +426,30 @@ def add_manifest_arguments(parser: argparse.ArgumentParser) -> None:
     volume = "a PersistentVolumeClaim and its path in the workers; may be repeated"
     add("--volume", action="append", default=[], metavar="CLAIM:/PATH", help=volume)
     add("--jobset", action="store_true", help="a JobSet, not a Job")
+    probes = "probes of tfdp.callbacks.Prometheus(port=P), which the program has"
+    add("--probe-port", type=integer_from(1, 65535), metavar="P", help=probes)
+    secret = "a Secret with which the image is pulled; may be repeated"
+    add(PULL_SECRET, action="append", default=[], metavar="NAME", help=secret)
+    spread = "prefer a node of its own for each worker"
+    add("--spread", action="store_true", help=spread)
+    variable = "a variable of the workers' environment; may be repeated"
+    add("--env", action="append", default=[], metavar="NAME=VALUE", help=variable)
 
 
 def resources_of(options: argparse.Namespace) -> Resources:
     """`--gpus`, `--cpus` and `--memory`."""
     memory_bytes = 0 if options.memory is None else bytes_of(options.memory)
     return Resources(options.gpus, options.cpus, memory_bytes)
+
+
+def pod_options_of(options: argparse.Namespace) -> PodOptions:
+    """`--probe-port`, `--image-pull-secret`, `--spread` and `--env`."""
+    return PodOptions(
+        options.probe_port,
+        [checked_secret(name) for name in options.image_pull_secret],
+        options.spread,
+        dict(map(parse_variable, options.env)),
+    )
 
 
 def check_manifest_options(options: argparse.Namespace) -> None:
@@ -359,6 +461,10 @@ def check_manifest_options(options: argparse.Namespace) -> None:
         ("--gpus", options.gpus, "Workers take the GPUs that they find."),
         ("--volume", options.volume, "Workers see the files of their machine."),
         ("--jobset", options.jobset, "It is a kind of manifest."),
+        ("--probe-port", options.probe_port, "Nothing probes the workers."),
+        (PULL_SECRET, options.image_pull_secret, "There is no image."),
+        ("--spread", options.spread, "--hosts names the machines."),
+        ("--env", options.env, "Set the variable in front of the command."),
     ):
         if is_given:
             raise ConfigurationError(
