@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         testing,
     )
     from tfdp.cluster import Cluster, find_cluster
+    from tfdp.grid.pipeline import pipeline
     from tfdp.layers.rematerialization import remat
     from tfdp.plan.communication import Communication
     from tfdp.plan.shards import Sharding
@@ -66,6 +67,7 @@ _PUBLIC = {
     "losses": "tfdp.losses",
     "obey_keras_distribution": "tfdp.strategies.keras_distribution",
     "optimizers": "tfdp.optimizers",
+    "pipeline": "tfdp.grid.pipeline",
     "planning": "tfdp.planning",
     "quiet": "tfdp.strategies.quiet",
     "ray": "tfdp.ray",

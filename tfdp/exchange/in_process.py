@@ -16,7 +16,7 @@ from typing import TypeAlias
 import tensorflow as tf
 
 from tfdp.exchange.packing import Tensors, whole_specs, wholes_from_parts
-from tfdp.exchange.send_receive import SendReceive
+from tfdp.exchange.send_receive import SendReceive, sum_in_order
 from tfdp.exchange.sparse import RowSum
 from tfdp.exchange.transport import Transport, next_group_key
 from tfdp.exchange.wire_types import check_summable
@@ -208,6 +208,42 @@ class InProcess(Transport):
             else self._hand.receive(like, group[place], rank, key)
             for place, like in likes.items()
         ]
+
+    def lend(
+        self, like: tf.Tensor | tf.TensorSpec, owner: int, at: int | None, rank: int
+    ) -> tf.Tensor:
+        """The tensor of the member `owner`, for `rank` to compute with on the device of
+        the member `at` (None: its own). Where that is the owner's it is no copy."""
+        key, group = self._begin(rank)
+        source = group[owner]
+        targets = {peer: peer if at is None else group[at] for peer in group}
+        if rank != source:
+            return self._hand.receive(like, source, targets[rank], f"{key}/{rank}")
+        for peer in group:
+            if peer != rank:
+                self._hand.send(like, source, targets[peer], f"{key}/{peer}")
+        with tf.device(self.devices[targets[rank]]):
+            return tf.identity(like)
+
+    def give_back(
+        self, gradient: tf.Tensor, owner: int, at: int | None, rank: int
+    ) -> tf.Tensor | None:
+        """The sum of the gradients of what `lend` lent, at the owner; elsewhere None.
+        Each is on the device where `rank` computed."""
+        key, group = self._begin(rank, "sum", [gradient])
+        target = group[owner]
+        sources = {peer: peer if at is None else group[at] for peer in group}
+        if rank != target:
+            self._hand.send(gradient, sources[rank], target, f"{key}/{rank}")
+            return None
+        parts = [
+            gradient
+            if peer == rank
+            else self._hand.receive(gradient, sources[peer], target, f"{key}/{peer}")
+            for peer in group
+        ]
+        with tf.device(self.devices[target]):
+            return sum_in_order(parts)
 
     def to_each(
         self, rows: tf.Tensor, numbers: tf.Tensor, rank: int, label: str

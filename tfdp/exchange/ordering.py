@@ -39,6 +39,8 @@ class ReplicaOrder:
         #: The branches of `tf.cond` recorded in this run, each with its replica's rank.
         #: All replicas must take the same branch of each.
         self.branches: list[tuple[int, tf.Graph]] = []
+        #: How many exchanges each replica has built.
+        self.built = [0] * replicas
         # By the ranks of a group: others need not build the same exchanges.
         self._numbers: dict[tuple[int, ...], CallNumbers] = collections.defaultdict(
             lambda: CallNumbers(replicas)
@@ -91,6 +93,7 @@ class ReplicaOrder:
                 'shard="gradients", where weights are whole.'
             )
         self.note_branches(rank)
+        self.built[rank] += 1
         return self._numbers[group].next(rank, what, tensors)
 
     def note_branches(self, rank: int) -> None:

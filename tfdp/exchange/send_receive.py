@@ -150,7 +150,8 @@ class SendReceive:
 
     def send(self, tensor: tf.Tensor, source: int, target: int, key: str) -> None:
         """Sends `tensor` of the replica `source` to `target`, which receives it."""
-        self._traffic.add(source, tensor)
+        if source != target:  # else it stays where it is
+            self._traffic.add(source, tensor)
         self._send(tensor, source, target, key)
 
     def _send(self, tensor: tf.Tensor, source: int, target: int, key: str) -> None:

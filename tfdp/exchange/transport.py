@@ -61,6 +61,10 @@ class Transport(abc.ABC):
     join: Any = None
     #: Sends tensors to chosen replicas, as `InProcess.swap`; None: it cannot.
     swap: Any = None
+    #: Lends a member's tensor for work at another, as `InProcess.lend`; with it
+    #: `give_back`, the gradient. None: it cannot.
+    lend: Any = None
+    give_back: Any = None
     #: `to_each(rows, numbers, rank, label)` sends rows to each replica, in order; gives
     #: those that came. `numbers` (int32 [parts, parts], the same on all replicas) says
     #: how many each sends to each. None: it cannot.

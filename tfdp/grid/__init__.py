@@ -1,1 +1,1 @@
-"""A second axis: weights that a mesh cuts by Keras' layouts (`layout=`)."""
+"""A second axis: weights in parts by Keras' layouts (`layout=`), or in stages."""

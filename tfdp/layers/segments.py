@@ -37,7 +37,7 @@ def cut_in_segments(model: keras.Model, twice: Twice) -> None:
     if not nodes:
         return
     segments = _segments(nodes, functional)
-    calls = [twice(_Segment(segment), segment.run) for segment in segments]
+    calls = [twice(Segment(segment), segment.run) for segment in segments]
 
     def run(inputs: list[Any], operation_fn: Callable) -> list[Any]:
         values = {id(t): v for t, v in zip(functional.inputs, inputs, strict=True)}
@@ -94,12 +94,12 @@ def _cuts_within(
     return least[-1] + most, cuts[::-1]
 
 
-class _Segment(keras.layers.Layer):
+class Segment(keras.layers.Layer):
     """A segment as a layer, which gives a block its weights and state."""
 
     given_variables: list[keras.Variable]
 
-    def __init__(self, run: _Run):
+    def __init__(self, run: LayerRun):
         names = [getattr(node.operation, "name", "") for node in run.nodes]
         super().__init__(name=f"segment_from_{names[0]}_to_{names[-1]}")
         self.parts = run.layers
@@ -120,7 +120,7 @@ class _Segment(keras.layers.Layer):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Run:
+class LayerRun:
     """A run of consecutive layer calls; inputs and outputs are symbolic tensors."""
 
     nodes: tuple[graphs.OperationCall, ...]
@@ -139,24 +139,47 @@ class _Run:
         return [values[id(symbol)] for symbol in self.gives]
 
 
-def _segments(nodes: Sequence[graphs.OperationCall], functional: Any) -> list[_Run]:
-    last_use = {id(t): place for place, node in enumerate(nodes) for t in node.takes}
-    last_use |= {id(t): len(nodes) for t in functional.outputs}
+def _segments(nodes: Sequence[graphs.OperationCall], functional: Any) -> list[LayerRun]:
+    costs, kept = sizes_of(nodes, functional)
+    return runs_between(nodes, cuts_of(costs, kept), functional)
+
+
+def _last_uses(
+    nodes: Sequence[graphs.OperationCall], functional: Any
+) -> dict[int, int]:
+    """The place of the last call that reads each tensor, by the tensor's id."""
+    uses = {id(t): place for place, node in enumerate(nodes) for t in node.takes}
+    return uses | {id(t): len(nodes) for t in functional.outputs}
+
+
+def sizes_of(
+    nodes: Sequence[graphs.OperationCall], functional: Any
+) -> tuple[list[float], list[float]]:
+    """Sizes for each call: of what it computes, and of what later ones read."""
+    last_use = _last_uses(nodes, functional)
     costs: list[float] = []
     kept: list[float] = []
     live: dict[int, float] = {}
     for place, node in enumerate(nodes):
-        costs.append(sum(map(_size_of, node.gives)) + _within(node.operation))
+        costs.append(sum(map(size_of, node.gives)) + _within(node.operation))
         live |= {id(t): _kept_size_of(t) for t in node.gives}
         live = {t: size for t, size in live.items() if last_use.get(t, -1) > place}
         kept.append(sum(live.values()))
+    return costs, kept
+
+
+def runs_between(
+    nodes: Sequence[graphs.OperationCall], cuts: Sequence[int], functional: Any
+) -> list[LayerRun]:
+    """The runs that end after the calls at `cuts`, of which the last is the last."""
+    last_use = _last_uses(nodes, functional)
     segments, begin = [], 0
-    for cut in cuts_of(costs, kept):
+    for cut in cuts:
         within = nodes[begin : cut + 1]
         made = {id(t): t for node in within for t in node.gives}
         taken = {id(t): t for node in within for t in node.takes if id(t) not in made}
         gives = [t for key, t in made.items() if last_use.get(key, -1) > cut]
-        segments.append(_Run(tuple(within), tuple(taken.values()), tuple(gives)))
+        segments.append(LayerRun(tuple(within), tuple(taken.values()), tuple(gives)))
         begin = cut + 1
     return segments
 
@@ -164,10 +187,10 @@ def _segments(nodes: Sequence[graphs.OperationCall], functional: Any) -> list[_R
 def _kept_size_of(symbol: Any) -> float:
     """Infinite for a tensor that must not cross a cut."""
     is_dense = not any(getattr(symbol, kind, False) for kind in ("sparse", "ragged"))
-    return _size_of(symbol) if is_dense else math.inf
+    return size_of(symbol) if is_dense else math.inf
 
 
-def _size_of(symbol: Any) -> float:
+def size_of(symbol: Any) -> float:
     """The size of one row, in numbers."""
     lengths = [UNKNOWN_LENGTH if n is None else n for n in symbol.shape[1:]]
     return float(math.prod(lengths))
@@ -181,7 +204,7 @@ def _within(operation: Any) -> float:
     if inner is None:
         return 0.0
     nodes = graphs.nodes_of(inner)
-    return sum(sum(map(_size_of, n.gives)) + _within(n.operation) for n in nodes)
+    return sum(sum(map(size_of, n.gives)) + _within(n.operation) for n in nodes)
 
 
 def _innermost(model: keras.Model) -> Any:
@@ -195,7 +218,7 @@ def _innermost(model: keras.Model) -> Any:
     nodes = graphs.nodes_of(functional)
     if not nodes:
         return functional
-    costs = [sum(map(_size_of, n.gives)) + _within(n.operation) for n in nodes]
+    costs = [sum(map(size_of, n.gives)) + _within(n.operation) for n in nodes]
     place = max(range(len(nodes)), key=costs.__getitem__)
     inner = nodes[place].operation
     is_most = 2 * costs[place] > sum(costs)

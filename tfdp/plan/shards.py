@@ -266,3 +266,40 @@ class OwnedLayout(ShardLayout):
     def of_hosts(self, replicas_per_host: int) -> ShardLayout:
         hosts = self.parts // replicas_per_host
         return OwnedLayout(self.shape, hosts, self.owner // replicas_per_host)
+
+
+@dataclasses.dataclass(frozen=True)
+class StageLayout(ShardLayout):
+    """A weight of a stage of a pipeline: member `owner` of each group has the whole.
+
+    All members update it: those without it update nothing of it, but take part in what
+    an optimizer sums (norms of all weights).
+
+    >>> pairs = Groups([(0, 1), (2, 3)]), Groups([(0, 2), (1, 3)])
+    >>> layout = StageLayout((5, 3), 2, 1, *pairs)
+    >>> layout.bounds(0), layout.shard_shape(0), layout.shard_shape(1)
+    ((0, 0), (0,), (5, 3))
+    """
+
+    owner: int
+    members: Groups
+    same: Groups
+
+    @property
+    def groups(self) -> Groups:
+        return self.members
+
+    @property
+    def copies(self) -> Groups:
+        return self.same
+
+    def bounds(self, part: int) -> tuple[int, int]:
+        edges = (0, self.elements)
+        return edges[part > self.owner], edges[part >= self.owner]
+
+    def shard_shape(self, part: int) -> tuple[int, ...]:
+        return self.shape if part == self.owner else (0,)
+
+    def of_hosts(self, replicas_per_host: int) -> ShardLayout:
+        # The replicas of one host have all stages.
+        return ShardLayout(self.shape, 1)

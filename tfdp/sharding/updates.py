@@ -234,12 +234,15 @@ class ShardUpdates:
         layout: ShardLayout,
         rank: Any,
         own_gradient: Callable[[tf.Tensor], tf.Tensor],
+        reducer: Any = None,
+        device: str = "",
     ) -> tf.Tensor:
         """The tensor of which the replica's shard is a part by `layout`.
 
-        `own_gradient`: leaves out of its gradient what comes from dummy rows.
+        `own_gradient`: leaves out of its gradient what comes from dummy rows. By
+        default the whole is on the shard's `device`, and `reducer` that of the layout.
         """
-        own, reducer = variable.shard(rank), self.reducer.of(layout)
+        own, reducer = variable.shard(rank), reducer or self.reducer.of(layout)
         # Cast before the gather what the layer would cast after it: half the bytes, the
         # same numbers. Gradients are summed in the variable's own type.
         dtype = autocast_dtype() if variable.autocasts else None
@@ -270,7 +273,7 @@ class ShardUpdates:
             register(own, Value(terms=frozenset({Term.SHARD})))
             return own
 
-        with self._outside_loops(), tf.device(own.device):
+        with self._outside_loops(), tf.device(device or own.device):
             return gather(variable.read_shard(rank))
 
     def _outside_loops(self) -> contextlib.AbstractContextManager:
