@@ -33,7 +33,7 @@ from tfdp.grid.stages import (
 )
 from tfdp.layers import recompute
 from tfdp.layers.segments import LayerRun, Segment, runs_between, size_of, sizes_of
-from tfdp.lint.registry import is_of_graph
+from tfdp.lint.registry import is_of_graph, register
 from tfdp.plan.mesh import Mesh
 from tfdp.plan.stages import stage_ends
 from tfdp.tracing.gradient_exchanges import exchanges_of_gradient
@@ -436,6 +436,7 @@ class _RowParts:
         for whole in self._inputs:
             mask = mask_of(whole)
             part = whole[begin:end]
+            register(part, whole)
             if mask is not None:
                 put_mask(part, mask[begin:end])
             parts.append(part)
@@ -453,7 +454,10 @@ class _RowParts:
         return joined
 
     def _concat(self, parts: Sequence[Any]) -> tf.Tensor:
+        first = parts[0]
         if self._may_be_empty:
             pairs = zip(parts, self._sizes, strict=True)
             parts = [part[:size] for part, size in pairs]
-        return tf.concat(parts, axis=0)
+        joined = tf.concat(parts, axis=0)
+        register(joined, first)  # for all that is known of rows, a part is the whole
+        return joined
