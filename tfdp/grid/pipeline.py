@@ -368,7 +368,7 @@ class _Call:
                     [*sources, *variables],
                     output_gradients=[gradient for _, gradient in arrived],
                 )
-            self._note(place, part, found[: len(own)])
+            self._note(place, part, found[: len(sources)])
             return found  # type: ignore[no-any-return]
 
         recompute.record_gradient(
@@ -383,12 +383,15 @@ class _Call:
 
     def _before(self, place: int, part: int) -> Sequence[tf.Tensor]:
         """The gradients that the forward pass of a part waits for."""
-        earlier = self._micro(part) - (len(self._of.runs) - place)
+        # Backward passes of the replica's own parts begin after all forward passes.
+        last = self._micro(0) - 1
+        earlier = min(self._micro(part) - (len(self._of.runs) - place), last)
         return self._step.of(Backward).get((*self._key, place, earlier), ())
 
     def _note(self, place: int, part: int, gradients: Sequence[Any]) -> None:
         """Notes the end of a backward pass, if it waits for no other replica."""
         own = [gradient for gradient in gradients if gradient is not None]
+        own, self._state.gradients = own + self._state.gradients, []
         built = self._transport.order.built[self._rank]
         if built - self._state.exchanges == self._others:
             key = (*self._key, place, self._micro(part))

@@ -49,12 +49,14 @@ class StageOfReplica:
     Args:
       at: the member of its group on whose device; None: its own.
       reads: the weights that it was lent for several reads, by their ids.
+      gradients: of weights that it was lent, since they were last taken.
       exchanges: how many weights it was lent so far, and gradients given back.
       calls: how often it has called a model in stages.
     """
 
     at: int | None = None
     reads: Mapping[int, tf.Tensor] = dataclasses.field(default_factory=dict)
+    gradients: list[tf.Tensor] = dataclasses.field(default_factory=list)
     exchanges: int = 0
     calls: int = 0
 
@@ -114,6 +116,7 @@ class _Lender:
         [gradient], owner = gradients, self._layout.owner
         gradient = tf.ensure_shape(gradient, self._layout.shape)
         self._state.exchanges += 1
+        self._state.gradients.append(gradient)
         total = self._transport.give_back(gradient, owner, self._at, rank)
         if total is None:
             with tf.device(self._transport.devices[rank]):
