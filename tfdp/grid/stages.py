@@ -162,9 +162,11 @@ class StageUpdates(ShardUpdates):
             return lent
         lender = _Lender(self, variable.layout, step.trace(rank))
         own_gradient = functools.partial(step.own_gradient, rank)
-        return self.read_from(
-            variable, variable.layout, rank, own_gradient, lender, lender.device
-        )
+        # Not behind what this replica waits for: others need the weight to go first.
+        with tf.control_dependencies(None):
+            return self.read_from(
+                variable, variable.layout, rank, own_gradient, lender, lender.device
+            )
 
     def move(self, weights: Sequence[keras.Variable], mesh: Mesh, owner: int) -> None:
         """Moves weights to a member of each group, one after the other."""

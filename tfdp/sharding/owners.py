@@ -103,13 +103,15 @@ def _build(optimizer: Any, variables: Sequence[Any]) -> None:
 
 
 def _refuse_block(optimizer: Any, variable: Any) -> None:
-    """Refuses a weight that a mesh cuts, for an optimizer that updates it whole."""
+    """Refuses a weight of groups, for an optimizer that updates it whole."""
     if variable.value.layout.groups is not None:
+        by = variable.value.stored_by
         raise ConfigurationError(
             f"The optimizer {type(optimizer).__name__} updates the whole of the weight "
-            f"{variable_path(variable)!r}, which a rule of layout= cuts: no replica "
-            "has the whole. Take the rule out, or use an optimizer that updates each "
-            "element by itself, such as AdamW."
+            f"{variable_path(variable)!r}, at a replica that it chooses among all, and "
+            f"{by} has given parts to the replicas of groups. Leave {by} out for that "
+            "weight, or use an optimizer that updates each element by itself, such as "
+            "AdamW."
         )
 
 
