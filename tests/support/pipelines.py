@@ -149,7 +149,7 @@ def bytes_at(model, state=True):
     """The bytes that each replica stores of weights, and of the optimizer's state."""
     variables = [*model.trainable_variables]
     if state:
-        variables += [v for v in model.optimizer.variables if v.shape]
+        variables += [v for v in model.optimizer.variables if len(v.shape)]
     values = [variable.value.values for variable in variables]
     return [
         sum(own[rank].numpy().nbytes for own in values)
