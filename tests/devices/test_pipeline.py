@@ -11,6 +11,7 @@ from tensorflow.python.eager import context
 
 import tfdp
 from tests.support import pipelines
+from tests.support.fresh_python import run_python
 from tests.support.parity import largest_distance, rounding_bound
 from tests.support.pipelines import bytes_at, made, mlp, rows_of, strategy_of, trained
 from tests.support.slow_rows import made as rows_wanted
@@ -317,3 +318,26 @@ def test_cuts_balance_costs():
     assert stage_ends([1] * 7, [1] * 7, 3) == [2, 4, 6]  # 3, 2 and 2 layers
     assert stage_ends([1, 1, 1, 5, 1, 1], [9, 9, 1, 1, 9, 9], 2) == [2, 5]
     assert stage_ends([2, 1, 1], [5, 1, 1], 2) == [0, 2]
+
+
+SCRIPT = """
+import keras, numpy as np, tfdp
+with tfdp.auto_strategy(cpu_devices=2).scope():
+    layers = [keras.layers.Dense(8, name=f"dense_{n}") for n in range(4)]
+    model = keras.Sequential([keras.Input((8,)), *layers])
+    model = tfdp.pipeline(model, micro_batches=2)
+    model.compile("adam", "mse")
+model.fit(np.ones((32, 8)), np.ones((32, 8)), batch_size=16)
+"""
+
+
+@pytest.mark.worth_seconds(12)
+def test_a_plan_has_a_row_for_each_stage(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    done = run_python("-m", "tfdp", "plan", script, "--replicas", 2)
+    assert done.returncode == 0, done.stderr
+    # 2 x (8 x 8 + 8) numbers; 2 of 4 micro-batches of 16 rows; 16 rows and back.
+    stage = r"0 +dense_0 to dense_1 +576 B +512 B +1.02 kB"
+    assert re.search(stage, done.stdout), done.stdout
+    assert "4 micro-batches: each device is idle for 20%" in done.stdout

@@ -43,6 +43,8 @@ DEVICE_PROPERTIES = ("intra_op_parallelism_threads", "inter_op_parallelism_threa
 _stand_ins: list[Any] = []
 # What the last script gave as `layout=`, or to Keras' set_distribution; at most one.
 _layouts: list[Any] = []
+# The stages of a pipeline that the last script has made, and the micro-batches.
+_pipelines: list[tuple[Any, int]] = []
 
 
 def running_stand_in() -> Any:
@@ -54,6 +56,18 @@ def note_layout(given: Any) -> None:
     """Keeps a `LayoutMap` or `ModelParallel` of the running script, for a command."""
     if isinstance(given, keras.distribution.LayoutMap | ModelParallel):
         _layouts[:] = [given]
+
+
+def note_pipeline(runs: Any, micro_batches: int) -> bool:
+    """Keeps the stages that a running script makes, for a command; False: none runs."""
+    if running_stand_in() is not None:
+        _pipelines[:] = [(runs, micro_batches)]
+    return running_stand_in() is not None
+
+
+def noted_pipeline() -> tuple[Any, int] | None:
+    """The stages of the last script that a command has run; None: it has none."""
+    return _pipelines[-1] if _pipelines else None
 
 
 def noted_layout() -> Any:

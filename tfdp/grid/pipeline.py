@@ -18,6 +18,7 @@ import keras
 import tensorflow as tf
 
 from tfdp._private import functional_graphs as graphs
+from tfdp._private.first_fit import note_pipeline
 from tfdp._private.keras_layers import autocasting_as, stored_value
 from tfdp._private.keras_models import layers_within, mask_of, put_mask, state_of
 from tfdp._private.names import VariableWatcher, stop_recording
@@ -100,9 +101,10 @@ def pipeline(
                 f"{name} must be an integer of at least {least}. Received: {value!r}."
             )
     functional, nodes = _graph_of(model)
+    runs = runs_between(nodes, _ends(nodes, functional, stages, cuts), functional)
+    if note_pipeline(runs, micro_batches):
+        return model  # `tfdp plan` and `tfdp check` run a script with one device
     mesh = _mesh_of(model.distribute_strategy, stages)
-    ends = _ends(nodes, functional, stages, cuts)
-    runs = runs_between(nodes, ends, functional)
     shards = stage_updates_of(model.distribute_strategy)
     moved: set[int] = set()
     for owner, run in enumerate(runs):

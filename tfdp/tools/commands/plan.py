@@ -101,7 +101,7 @@ def _answer(
     memory_bytes: int | None,
 ) -> Any:
     import_tensorflow_quietly(without=NOT_NEEDED_FOR_A_STEP)
-    from tfdp._private.first_fit import noted_layout
+    from tfdp._private.first_fit import noted_layout, noted_pipeline
     from tfdp.tools.commands.plan_layout import loading_layouts, table_of_script
     from tfdp.tools.planning.answer import Answer
     from tfdp.tools.planning.planner import Planner, have_devices
@@ -114,8 +114,17 @@ def _answer(
         with loading_layouts(target, replicas) as refused:
             build, batch = load_model(target, options.batch, replicas)
             if options.layout or noted_layout() is not None:
-                _check_layout_options(options)
+                _check_table_options(options, "layout=", "weights")
                 return table_of_script(options.model, build, batch, refused)
+    pipeline = noted_pipeline()
+    if pipeline is not None:
+        import tensorflow as tf
+
+        from tfdp.tools.planning.stages import stage_table
+
+        _check_table_options(options, "tfdp.pipeline", "stages")
+        rows = tf.nest.flatten(batch)[0].shape[0]
+        return stage_table(options.model, *pipeline, rows, replicas)
     planner = Planner(
         build,
         batch,
@@ -141,12 +150,12 @@ def _answer(
     return Answer(options.model, plan, largest, ways)
 
 
-def _check_layout_options(options: argparse.Namespace) -> None:
+def _check_table_options(options: argparse.Namespace, what: str, of: str) -> None:
     for name, value in {"--page": options.page, "--memory": options.memory}.items():
         if value is not None:
             raise ConfigurationError(
                 f"{name} is about the memory of a step, which is not planned for a "
-                "script with layout=. Leave it out; --json writes the table of weights."
+                f"script with {what}. Leave it out; --json writes the table of {of}."
             )
 
 
