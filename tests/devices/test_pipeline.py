@@ -141,6 +141,63 @@ def test_weights_in_shards_move_to_their_owners(shard):
     check(one, trained(mlp, strategy, change=in_stages()), bound_of(one[0]))
 
 
+def test_sample_weights_in_two_groups():
+    """Their sum is an exchange between forward and backward passes."""
+    x, y = rows_of(mlp, ROWS)
+    weights = np.linspace(0.0, 2.0, ROWS)
+    fitted = []
+    for strategy, change in ((None, None), (strategy_of(4), in_stages())):
+        model = made(mlp, strategy, change=change)
+        options = {"batch_size": BATCH, "epochs": EPOCHS, "shuffle": False}
+        how = model.fit(x, y, sample_weight=weights, verbose=0, **options)
+        fitted.append((model, how.history["loss"]))
+    check(*fitted, bound_of(fitted[0][0]))
+
+
+def synchronized():
+    layers = keras.layers
+    normal = tfdp.layers.SyncBatchNormalization
+    hidden = [layers.Dense(16, "tanh"), normal(), layers.Dense(16, "tanh"), normal()]
+    return keras.Sequential([keras.Input((12,)), *hidden, layers.Dense(5)])
+
+
+def test_layers_that_exchange_statistics_do_not_stand_still():
+    """Sums in the forward pass wait for other replicas' forward passes."""
+    plain = trained(synchronized, strategy_of(2))
+    check(plain, trained(synchronized, strategy_of(2), change=in_stages()), 1e-5)
+
+
+class Penalized(keras.Model):
+    """A penalty on the gradient of the outputs, which has a gradient of its own."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                found = self(x, training=True)
+                total = tf.reduce_sum(found * found)
+            steep = tf.reduce_sum(inner.gradient(total, x) ** 2, -1)
+            loss = self.compute_loss(x, y, found)
+            loss += 0.1 * tfdp.losses.local_mean(tf.reduce_mean(steep))
+        found = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(found, self.trainable_variables)
+        return {"loss": loss}
+
+
+def penalizing():
+    model = mlp()
+    return Penalized(model.inputs, model.outputs)
+
+
+def test_gradients_of_gradients():
+    data = rows_of(mlp, 36)  # of equal replicas
+    plain = trained(penalizing, strategy_of(2), data=data)
+    check(
+        plain, trained(penalizing, strategy_of(2), data=data, change=in_stages()), 1e-5
+    )
+
+
 def equal_layers():
     return keras.Sequential(
         [keras.Input((12,)), *(keras.layers.Dense(12, "tanh") for _ in range(8))]
@@ -248,6 +305,19 @@ def test_files_hold_whole_weights_and_any_number_of_stages_reads_them(tmp_path):
             np.testing.assert_array_equal(one.numpy(), expected.numpy())
     x, _ = rows_of(mlp)
     np.testing.assert_allclose(model(x), whole(x), atol=1e-6)
+
+
+def test_a_training_resumes_in_another_number_of_stages(tmp_path):
+    data, adam = rows_of(mlp), OPTIMIZERS["global"]
+    for replicas, epochs in ((2, 1), (4, 2)):
+        change = in_stages(replicas)
+        model = made(mlp, strategy_of(replicas), adam, change)
+        resumed = tfdp.callbacks.Checkpoint(tmp_path)
+        how = {"batch_size": BATCH, "epochs": epochs, "shuffle": False, "verbose": 0}
+        model.fit(*data, callbacks=[resumed], **how)
+    one, _ = trained(mlp, data=data, optimizer=adam, epochs=2)
+    distance = largest_distance(one.get_weights(), model.get_weights())
+    assert distance < bound_of(one, "global")
 
 
 def subclassed():
