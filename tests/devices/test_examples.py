@@ -70,6 +70,14 @@ def test_the_loop_learns(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_pipeline_learns_and_each_device_stores_a_half(tmp_path):
+    lines = _run_example("pipeline.py", tmp_path, "--epochs", "3")
+    assert float(re.findall(r"accuracy: ([\d.]+)", "\n".join(lines))[-1]) > 0.9
+    first, second = (float(line.split()[3]) for line in lines[-2:])
+    assert abs(first - second) < 0.03 * first
+
+
+@pytest.mark.slow
 def test_the_gan_makes_digits_that_differ(tmp_path):
     lines = _run_example("gan.py", tmp_path, "--out", "run")
     assert (tmp_path / "run" / "digits.png").is_file()

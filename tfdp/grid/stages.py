@@ -186,5 +186,4 @@ def stage_updates_of(strategy: tf.distribute.Strategy) -> StageUpdates:
         given = strategy, extended.worker_devices, extended.reducer
         extended.shards = StageUpdates(*given, sharding_in(strategy.given))
         extended.updates = ShardedUpdates(extended.shards)
-        extended.updates.sums_every_batch = True  # of weights in stages
     return extended.shards
