@@ -187,6 +187,38 @@ def test_sums_of_metrics_go_to_other_replicas(tmp_path):
             assert float(value) == pytest.approx(float(theirs[name]))
 
 
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_an_odd_count_goes_to_any_replicas(tmp_path, replicas):
+    """TensorFlow's `assign` cuts a part of an integer off for each replica
+    (`findings/a_counter_loses_one_when_it_is_assigned.sh`)."""
+
+    class Rows(keras.metrics.Metric):
+        def __init__(self):
+            super().__init__(name="rows")
+            self.rows = self.add_weight(initializer="zeros", dtype="int64", name="rows")
+
+        def update_state(self, y, predictions, sample_weight=None):
+            self.rows.assign_add(keras.ops.cast(keras.ops.shape(y)[0], "int64"))
+
+        def result(self):
+            return self.rows
+
+    def counted(replicas, rows):
+        with make_strategy(replicas).scope():
+            model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse", metrics=[Rows()])
+        model.fit(np.ones((rows, 2)), np.ones((rows, 1)), batch_size=rows, verbose=0)
+        (count,) = [v for v in model.metrics_variables if v.path.endswith("/rows")]
+        return model, count
+
+    files = Checkpoint(tmp_path)
+    files.save(counted(2, rows=7)[0], step=1)
+    files.wait()
+    model, count = counted(replicas, rows=2)
+    files.restore(model)
+    assert int(count.value.read_value()) == 7
+
+
 def test_weights_alone_go_to_plain_keras(tmp_path):
     model = make_model(2, shard="parameters")
     train(model, 0, 3)
@@ -230,6 +262,31 @@ def test_every_type_of_number(tmp_path):
     after = state_of(model)
     assert_alike(before, after)
     assert {v.dtype for v in before.values()} == {v.dtype for v in after.values()}
+
+
+def test_both_factors_of_lora_come_back(tmp_path):
+    """Keras' own file holds their product in the kernel, and zeros for both: neither has
+    a gradient then (`findings/lora_stops_learning_after_its_weights_are_loaded.sh`)."""
+
+    def with_lora():
+        with make_strategy(2).scope():
+            model = keras.Sequential([keras.Input((12,)), keras.layers.Dense(5)])
+            model.layers[0].enable_lora(2)
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+        return model
+
+    x, y = np.ones((8, 12), "float32"), np.ones((8, 5), "float32")
+    model, files = with_lora(), Checkpoint(tmp_path)
+    model.fit(x, y, verbose=0)
+    files.save(model, step=1)
+    files.wait()
+    resumed = with_lora()
+    files.restore(resumed)
+    for each in (model, resumed):
+        each.fit(x, y, verbose=0)
+    for mine, theirs in zip(model.weights, resumed.weights, strict=True):
+        np.testing.assert_array_equal(mine.numpy(), theirs.numpy(), err_msg=mine.path)
+        assert np.any(mine.numpy())
 
 
 class TestFiles:
