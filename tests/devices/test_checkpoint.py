@@ -265,8 +265,8 @@ def test_every_type_of_number(tmp_path):
 
 
 def test_both_factors_of_lora_come_back(tmp_path):
-    """Keras' own file holds their product in the kernel, and zeros for both: neither has
-    a gradient then (`findings/lora_stops_learning_after_its_weights_are_loaded.sh`)."""
+    """Keras' own file holds their product, in the kernel, and two zeros, which get no
+    gradients (`findings/lora_stops_learning_after_its_weights_are_loaded.sh`)."""
 
     def with_lora():
         with make_strategy(2).scope():
@@ -287,6 +287,50 @@ def test_both_factors_of_lora_come_back(tmp_path):
     for mine, theirs in zip(model.weights, resumed.weights, strict=True):
         np.testing.assert_array_equal(mine.numpy(), theirs.numpy(), err_msg=mine.path)
         assert np.any(mine.numpy())
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_towers_in_another_order_are_refused(tmp_path, weights_only):
+    """Keras gives each the weights of the other one
+    (`findings/weights_are_loaded_by_order_not_by_name.sh`)."""
+
+    def towers(*names):
+        inputs = [keras.Input((2,)) for _ in names]
+        layers = [keras.layers.Dense(2, name=name) for name in names]
+        outputs = [layer(each) for layer, each in zip(layers, inputs, strict=True)]
+        model = keras.Model(inputs, keras.layers.Dot(1)(outputs))
+        model.compile("sgd", "mse")
+        return model
+
+    files = Checkpoint(tmp_path)
+    files.save(towers("user", "item"), step=1)
+    files.wait()
+    with pytest.raises(ConfigurationError, match="'item/kernel' stands where 'user/"):
+        files.restore(towers("item", "user"), weights_only=weights_only)
+    # Names that are new are another matter, as are those that Keras numbers.
+    for names in (("user", "item"), ("item", "goods"), (None, None)):
+        files.restore(towers(*names), weights_only=weights_only)
+
+
+@pytest.mark.parametrize(
+    "units, dtype, words",
+    [(2, "bfloat16", "is of bfloat16, and in the.*of float32"), (3, None, "the shape")],
+)
+def test_numbers_are_not_made_to_fit(tmp_path, units, dtype, words):
+    """Orbax converts and takes them
+    (`findings/orbax_takes_the_dtype_of_a_template_and_not_its_shape.sh`)."""
+
+    def dense(units, dtype=None):
+        layer = keras.layers.Dense(units, dtype=dtype)
+        model = keras.Sequential([keras.Input((2,)), layer])
+        model.compile("sgd", "mse")
+        return model
+
+    files = Checkpoint(tmp_path)
+    files.save(dense(2), step=1)
+    files.wait()
+    with pytest.raises(ConfigurationError, match=words):
+        files.restore(dense(units, dtype))
 
 
 class TestFiles:

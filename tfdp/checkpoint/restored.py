@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 import keras
@@ -37,7 +38,9 @@ from tfdp.variables.global_seed import make_global_seed_states
 SEEDS = "seeds/"
 METRICS = "metrics/"
 OPTIONAL = (SEEDS, METRICS, PROGRAM, KERAS_FILE)
+MODEL = "model/"
 COMPRESSION = "/compression/"
+NUMBERED = re.compile(r"_\d+(/|$)")
 OF_OPTIMIZER = re.compile(r"optimizer(\d+)/")
 
 
@@ -83,13 +86,14 @@ def restore_entries(
     why = None
     if weights_only:
         entries = entries_of(model)
-        entries = {n: e for n, e in entries.items() if n.startswith("model/")}
+        entries = {n: e for n, e in entries.items() if n.startswith(MODEL)}
     else:
         build_as_saved(model, manifest.optimizers)
         _create_lazy_state(model, manifest)
         entries = entries_of(model)
         why = other_sync(optimizer_records(model), manifest.optimizers)
     _check_same_model(entries, manifest.entries, weights_only, why)
+    _check_same_order(entries, manifest.entries)
     before = _Workers.of_manifest(manifest)
     now = _Workers.of_model(model, hosts)
     for name, entry in entries.items():
@@ -172,13 +176,41 @@ def _check_same_model(
             )
     left = [n for n in records if n not in entries and not n.startswith(OPTIONAL)]
     if weights_only:
-        left = [name for name in left if name.startswith("model/")]
+        left = [name for name in left if name.startswith(MODEL)]
     if left:
         raise another(
             left[0],
             f"The checkpoint holds {records[left[0]].path!r} ({left[0]}) and "
             f"{len(left) - 1} more that this model or optimizer lacks",
         )
+
+
+def _check_same_order(
+    entries: Mapping[str, Entry], records: Mapping[str, EntryRecord]
+) -> None:
+    """Refuses weights that lie in another order by the names that a user gave.
+
+    Values are restored by place. Keras numbers the names that it gives itself, and
+    counts on in each process: those with a number tell nothing.
+    """
+
+    def given(states: Mapping[str, Entry] | Mapping[str, EntryRecord]) -> list[str]:
+        paths = [s.path for name, s in states.items() if name.startswith(MODEL)]
+        return [path for path in paths if not NUMBERED.search(path)]
+
+    now = given(entries)
+    saved = given({name: records[name] for name in entries if name in records})
+    before = Counter(saved)
+    both = {path for path, n in Counter(now).items() if n == before[path] == 1}
+    for here, there in zip(
+        filter(both.__contains__, now), filter(both.__contains__, saved), strict=True
+    ):
+        if here != there:
+            raise ConfigurationError(
+                f"{here!r} stands where {there!r} does in the checkpoint: each would "
+                "get the other's values. Build the model with its inputs, outputs and "
+                "layers in the order in which the saved model had them."
+            )
 
 
 def _value(
