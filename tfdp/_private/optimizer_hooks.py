@@ -137,8 +137,6 @@ def states_by_weight(
         name: value
         for name, value in vars(optimizer).items()
         if isinstance(value, list) and len(value) == weights and name not in _NOT_STATE
-        # TensorFlow's lists of what it tracks may be as long.
-        if all(one is None or isinstance(one, keras.Variable) for one in value)
     }
 
 
@@ -146,9 +144,13 @@ def states_of_updates(
     optimizer: keras.optimizers.Optimizer, weights: int
 ) -> dict[str, list[Any]]:
     """The lists of `states_by_weight`, without moving averages of the weights."""
-    states = states_by_weight(optimizer, weights)
-    states.pop("_model_variables_moving_average", None)
-    return states
+    return {
+        name: value
+        for name, value in states_by_weight(optimizer, weights).items()
+        # TensorFlow's lists of what it tracks may be as long.
+        if all(one is None or isinstance(one, keras.Variable) for one in value)
+        and name != "_model_variables_moving_average"
+    }
 
 
 # These update each element independently.
