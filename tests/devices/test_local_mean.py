@@ -157,7 +157,7 @@ def test_a_loss_of_gathered_rows_is_one_devices(samples):
 
 
 def test_a_local_mean_of_what_is_none_is_noticed():
-    with pytest.warns(LocalMeanWarning, match="a number of all rows.*all_rows"):
+    with pytest.warns(LocalMeanWarning, match="a sum over rows is divided.*all_rows"):
         train(make_strategy(3), loss=lambda y, p: tfdp.losses.local_mean(dice(y, p)))
 
 

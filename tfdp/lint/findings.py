@@ -11,25 +11,26 @@ from tfdp.lint.values import (
     NORMALIZED,
     NOT_LINEAR,
     PAIRED,
+    QUOTIENT,
     Crossing,
     Term,
     Value,
 )
 
+#: Ends the sentence of a line that scales a loss: its scaled value is 1/n of a mean.
+FOR_METRICS = "keep the unscaled loss for metrics, such as perplexity"
 ON_ALL_ROWS = (
-    "One line computes losses and metrics on the rows of all replicas: "
-    "tfdp.losses.on_all_rows(model), after compile; a layer: "
-    "tfdp.layers.AllRows(layer). "
+    "Call tfdp.losses.on_all_rows(model) after compile (for a layer "
+    "tfdp.layers.AllRows(layer))"
 )
 ALL_ROWS = (
-    f"{ON_ALL_ROWS}Or compute it from the rows of all replicas, "
-    "tfdp.losses.all_rows(x), and scale the loss to its share, "
-    "tfdp.losses.local_mean(loss)"
+    f"{ON_ALL_ROWS}; or compute it from tfdp.losses.all_rows(x), take the gradient of "
+    f"tfdp.losses.local_mean(loss), and {FOR_METRICS}"
 )
 _CROSSINGS = {
     PAIRED: (
         "rows are paired with all rows of their batch (in {op!r}), as in contrastive "
-        "losses, and a replica has its own rows only: each is paired with fewer others "
+        "losses, and a replica has only its own: each is paired with fewer others "
         f"than on one device. {ALL_ROWS}"
     ),
     JOINED: (
@@ -40,12 +41,19 @@ _CROSSINGS = {
         "rows are chosen, sorted or numbered by a look at all rows of the batch (in "
         f"{{op!r}}), and a replica has its own rows only. {ALL_ROWS}"
     ),
+    QUOTIENT: (
+        "a sum over rows is divided by another one (in {op!r}), as in a mean over the "
+        "tokens that a mask keeps, and each replica divides by that of its own rows. "
+        "Write loss = tfdp.losses.local_sum(tf.reduce_sum(losses * mask) / "
+        "tfdp.losses.all_sum(tf.reduce_sum(mask))), and metrics, such as perplexity, "
+        "from tfdp.losses.all_sum(loss); another quotient (Dice, F1) needs "
+        "tfdp.losses.on_all_rows(model) after compile, or tfdp.losses.all_rows(x)"
+    ),
     NORMALIZED: (
         "a number of all rows of the batch (in {op!r}), such as their mean, a softmax "
         "over them or a count of positives, enters the loss of each, and a replica "
-        f"computes it from its own rows only. {ON_ALL_ROWS}Or sum it over the replicas "
-        "first, tfdp.losses.all_sum(number), or compute it from "
-        "tfdp.losses.all_rows(x)"
+        f"computes it from its own rows only. {ON_ALL_ROWS}; or sum it first, "
+        "tfdp.losses.all_sum(number), or compute it from tfdp.losses.all_rows(x)"
     ),
     NOT_LINEAR: (
         "a root, product, quotient or maximum is taken of a mean or a sum over rows "
@@ -66,12 +74,10 @@ LOST = (
 )
 NO_MEAN = (
     "which is not a mean over them, such as a root, a quotient of sums, a sum or a "
-    "maximum. Each replica computes that of its own rows, their mean is reported, and "
-    "one device reports another number. Call tfdp.losses.on_all_rows(model), which "
-    "computes metrics on all rows; or give a metric one number for each row; or keep "
-    "sums over rows in it and compute the rest in its result(); or gather the rows of "
-    "all replicas first, tfdp.losses.all_rows(y); of a sum return "
-    "tfdp.losses.local_sum(x)"
+    "maximum: the mean of the replicas' numbers is reported, and one device reports "
+    "another. Call tfdp.losses.on_all_rows(model), or compute it from "
+    "tfdp.losses.all_rows(y); give a metric one number for each row, or keep sums in "
+    "it and compute the rest in its result(); of a sum return tfdp.losses.local_sum(x)"
 )
 
 

@@ -53,6 +53,7 @@ class Crossing(NamedTuple):
 PAIRED = "paired"  # rows are paired with all rows of the batch
 JOINED = "joined"  # rows are joined with other rows: shifted, reversed, shuffled
 NORMALIZED = "normalized"  # a number of all rows enters each row, or divides a sum
+QUOTIENT = "quotient"  # a sum over rows is divided by another one: a masked mean
 CHOSEN = "chosen"  # rows are chosen or sorted by looking at all of them
 NOT_LINEAR = "not linear"  # a root, product, quotient, maximum of means or sums
 
@@ -310,6 +311,10 @@ def _crossing_of_product(one: Value, other: Value, divided: bool) -> str | None:
     of_rows = [v for v in (one, other) if v.axes and Term.ROWS in v.terms]
     if len(of_rows) == 2:
         return None
+    # The count may have a constant added to it, or be its maximum with 1.
+    is_count = other.terms & LOCAL_TERMS in ({Term.SUM}, {Term.OTHER})
+    if divided and one.terms == {Term.SUM} and is_count:
+        return QUOTIENT
     return NORMALIZED if of_rows or divided else NOT_LINEAR
 
 

@@ -13,6 +13,7 @@ from tfdp._private.names import graphs_inside, in_compiled_function, is_loop_gra
 from tfdp.errors import ConfigurationError
 from tfdp.lint.findings import (
     COUNTED,
+    FOR_METRICS,
     NO_MEAN,
     change_of_gradients,
     crossing_of,
@@ -27,14 +28,13 @@ from tfdp.tracing.loss_shares import GivenLosses, LossShares, Standing, standing
 from tfdp.tracing.step import Step
 from tfdp.tracing.stored_state import MetricNotes
 
-IN_LIBRARY = "If a library computes it, see docs/own-losses.md"
+IN_LIBRARY = "if a library computes it, see docs/own-losses.md"
 MIXED = (
     "{subject} a loss with one part that is the replica's share of the global loss (a "
     "Keras loss took its mean) and another part that is not, such as a mean taken by "
-    "hand, a penalty on weights, or sum(self.losses). If gradients are taken of it, "
-    "that part counts once for each replica: scale it with "
-    "tfdp.losses.local_mean(...), or, if it is a sum over rows, "
-    f"tfdp.losses.local_sum(...). {IN_LIBRARY}"
+    "hand, a penalty on weights, or sum(self.losses), which counts once for each "
+    "replica. Scale that part with tfdp.losses.local_mean(part), or, if it is a sum "
+    f"over rows, tfdp.losses.local_sum(part); {IN_LIBRARY}"
 )
 
 
@@ -48,7 +48,7 @@ def is_share(shares: LossShares, loss: Any, caller: str) -> bool:
             "the global loss already (a Keras loss took its mean, or local_mean or "
             "local_sum was called), and another part is not, or that is not a plain "
             "sum of such parts. Call tfdp.losses.local_mean(...) on the other part "
-            f"alone, and add the Keras loss to its result. {IN_LIBRARY}."
+            f"alone, and add the Keras loss to its result; {IN_LIBRARY}."
         )
     return standing is Standing.SHARE
 
@@ -247,7 +247,8 @@ def warn_about_number(step: Step, rank: Any, metric: Any, number: Any) -> None:
 
 def warn_about_returned(step: Step, rank: Any, number: tf.Tensor) -> None:
     """Warns of a number that a step returns and that is not a mean over rows."""
-    if _is_no_mean(step, rank, number):
+    # Of a loss that was reported already it is the same fault.
+    if not step.suspicions.has("crossing") and _is_no_mean(step, rank, number):
         step.state_suspicions.add(
             f"a number is returned for all rows {NO_MEAN}", "number"
         )
@@ -358,10 +359,9 @@ def _why_it_may_be_local(step: Step, model: Any, fn: Any) -> str | None:
 def _unscaled(step: Step, why: str, optimizer: str = "") -> str:
     of = f" whose gradients {optimizer!r} got" if optimizer else ""
     return (
-        f"the loss{of} was not scaled to its share of the global batch: {why}, and no "
-        "Keras loss took a mean of it. The replicas' gradients are added, so a mean "
-        f"over the local batch makes each update {step.group_size} times too large. If "
-        "it is such a mean, or the same on all replicas, take the gradient of "
-        "tfdp.losses.local_mean(loss); if it is a sum, or divided by the global batch, "
-        f"of tfdp.losses.local_sum(loss). {IN_LIBRARY}"
+        f"the loss{of} was not scaled to its share of the global batch ({why}), and "
+        "the replicas' gradients are added: a mean over the local batch makes each "
+        f"update {step.group_size} times too large. Take the gradient of "
+        "tfdp.losses.local_mean(loss), or, if it is a sum or divided by the global "
+        f"batch, of tfdp.losses.local_sum(loss), and {FOR_METRICS}; {IN_LIBRARY}"
     )
