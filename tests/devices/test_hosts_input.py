@@ -5,9 +5,11 @@ import itertools
 import re
 import time
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras.src.trainers import data_adapters
 
 import tfdp
 from tests.support.workers import free_port
@@ -258,3 +260,47 @@ def test_another_first_batch_is_seen_in_whichever_part(
     assert both([range(8), range(8)]) == [2, 2]
     for error in both([range(8), range(7, -1, -1)]):
         assert "Worker 1 reads another first batch than worker 0" in error
+
+
+@pytest.mark.parametrize(
+    "data, words",
+    [
+        ("generator", r"np\.random\.default_rng\(1\)"),
+        ("pydataset", "shuffle=False"),
+        ("dataset", r"shuffle\(n, seed=1\)"),
+        ("array", "The arrays themselves differ"),
+    ],
+)
+def test_the_error_about_unlike_batches_names_the_cure_of_each_input(
+    two_links, of_both, data, words
+):
+    threads, links = two_links
+
+    class Batches(keras.utils.PyDataset):
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, index):
+            return np.ones((2, 1)), np.ones((2, 1))
+
+    inputs = {
+        "generator": ((np.ones((2, 1)), np.ones((2, 1))) for _ in range(2)),
+        "pydataset": Batches(),
+        "dataset": tf.data.Dataset.from_tensors((np.ones((2, 1)), np.ones((2, 1)))),
+        "array": np.ones((2, 1)),
+    }
+    adapter = type(data_adapters.get_data_adapter(inputs[data])).__name__
+
+    def own(link, dataset):
+        return hosts.own_part(dataset, link, adapter=adapter)
+
+    def read(link, dataset):
+        try:
+            return len([*dataset])
+        except tf.errors.OpError as error:
+            return error.message
+
+    orders = range(8), range(7, -1, -1)
+    datasets = of_both(own, [unlike_last("dense", order) for order in orders])
+    for error in threads.map(read, links, datasets):
+        assert re.search(f"another first batch than worker 0.*{words}", error), error

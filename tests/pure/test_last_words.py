@@ -121,6 +121,36 @@ def test_without_a_folder_errors_are_as_ever(folder):
     assert done.stderr.strip().endswith("ValueError: plain")
 
 
+BURIED = """
+import tensorflow as tf
+def fail():
+    raise CollectiveError("Worker 1 reads another\\nfirst batch.")
+def step():
+    tf.numpy_function(fail, [], [])
+from tfdp.errors import CollectiveError
+tf.function(step)()
+"""
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_an_error_of_tfdp_in_one_of_tensorflow_is_printed_alone(tmp_path, is_whole):
+    variables = {"TFDP_LAST_WORDS": str(tmp_path), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    variables["TFDP_WHOLE_TRACEBACKS"] = "1" if is_whole else "0"
+    done = run_program(PROGRAM + BURIED, environment=variables)
+    lines = done.stderr.splitlines()
+    assert ("Detected at node" in done.stderr) == is_whole
+    if not is_whole:
+        start = lines.index("Traceback (most recent call last):")
+        assert lines[-3:-1] == [
+            "tfdp.errors.CollectiveError: Worker 1 reads another",
+            "first batch.",
+        ]
+        assert len(lines) - start <= 7
+    words = read_crash_report(str(tmp_path), int(done.stdout.split()[0]))
+    assert words.error == "CollectiveError: Worker 1 reads another first batch."
+    assert "Detected at node" not in words.traceback
+
+
 def test_who_comes_to_the_end_says_nothing(tmp_path):
     done = run_program(PROGRAM, environment={"TFDP_LAST_WORDS": str(tmp_path)})
     assert done.returncode == 0

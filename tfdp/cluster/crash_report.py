@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tfdp import errors
 from tfdp.errors import WorkerLostError
 from tfdp.files.atomic import replaced
 
@@ -29,6 +30,16 @@ MOST_CHARACTERS = 300
 FRAME = re.compile(r'( *)(?:File ".*", line \d+|<stack traces unavailable>)')
 OP = re.compile(r"\t \[\[.*|\s*\[Op:.*|\{\{\w+ [^{}]*\}\}\s*")
 NO_CAUSE = re.compile(r"Hint: |\d+ (?:successful operations|derived errors ignored)\.")
+# An error of tfdp in the text of an error of TensorFlow, up to TensorFlow's own lines.
+_OWN_NAMES = "|".join(name for name in errors.__all__ if name.endswith("Error"))
+OWN_ERROR = re.compile(
+    rf"\b(?:tfdp\.errors\.)?({_OWN_NAMES})"
+    r": (.+?)(?=\n\s*(?:Traceback \(|\[\[|\n)|\s*\[Op:|\Z)",
+    re.DOTALL,
+)
+#: Set to 1: errors of tfdp are printed with all frames of TensorFlow and Keras.
+WHOLE = "TFDP_WHOLE_TRACEBACKS"
+MOST_FRAMES = 3
 MOST_TRACEBACK_CHARACTERS = 20_000
 MOST_BYTES = 200_000
 
@@ -63,10 +74,18 @@ def listen() -> None:
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         # The error itself must be printed even if the report fails.
+        short = None
         with contextlib.suppress(Exception):
             _State.report = _report_of(error)
             _leave(_State.report)
-        before(kind, error, trace)
+            # Another hook, such as a debugger's, gets the error itself.
+            if before is sys.__excepthook__ and os.environ.get(WHOLE) != "1":
+                short = short_traceback(error)
+        if short is None:
+            before(kind, error, trace)
+        else:
+            sys.stderr.write(short)
+            sys.stderr.flush()
 
     sys.excepthook = note
 
@@ -87,9 +106,11 @@ def current_report() -> CrashReport | None:
 def _report_of(error: BaseException) -> CrashReport:
     text = f"{type(error).__name__}: {error}"
     cause = cause_of(str(error)).strip()
-    if not cause.startswith(kind := f"{type(error).__name__}: "):
+    if found := _own_error_in(error):
+        cause = f"{found[1]}: {found[2]}"
+    elif not cause.startswith(kind := f"{type(error).__name__}: "):
         cause = kind + cause
-    trace = "".join(traceback.format_exception(error))
+    trace = short_traceback(error) or "".join(traceback.format_exception(error))
     # TensorFlow embeds the text of our error in its own.
     names_loss = WorkerLostError.__name__ in text or isinstance(error, WorkerLostError)
     return CrashReport(
@@ -98,6 +119,35 @@ def _report_of(error: BaseException) -> CrashReport:
         time_seconds=time.time(),
         is_consequence=_State.has_lost_another or names_loss,
     )
+
+
+def short_traceback(error: BaseException) -> str | None:
+    """The program's own frames and the message of an error of tfdp that TensorFlow
+    raised as one of its own, with its graph's frames; None: it is another error."""
+    found = _own_error_in(error)
+    if found is None:
+        return None
+    inside = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "site-packages" not in frame.filename
+        and not os.path.abspath(frame.filename).startswith(inside)
+    ]
+    return "".join(
+        [
+            "Traceback (most recent call last):\n",
+            *traceback.format_list(frames[-MOST_FRAMES:]),
+            f"tfdp.errors.{found[1]}: {found[2].strip()}\n",
+            f"({WHOLE}=1 shows the frames of Keras and TensorFlow.)\n",
+        ]
+    )
+
+
+def _own_error_in(error: BaseException) -> re.Match[str] | None:
+    """The name and message of an error of tfdp in the text of TensorFlow's."""
+    is_of_tensorflow = type(error).__module__.startswith("tensorflow.")
+    return OWN_ERROR.search(str(error)) if is_of_tensorflow else None
 
 
 def cause_of(message: str) -> str:

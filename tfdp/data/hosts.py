@@ -30,12 +30,15 @@ def own_part(
     record: BatchRecord | None = None,
     *,
     in_step: bool = True,
+    adapter: str = "",
 ) -> tf.data.Dataset:
     """This host's rows of every global batch: rows n h // H to n (h + 1) // H of n.
 
     All hosts have the same `dataset` of global batches; see `same_batches`.
     """
-    checked = same_batches(dataset, link, policies, name, record, in_step=in_step)
+    checked = same_batches(
+        dataset, link, policies, name, record, in_step=in_step, adapter=adapter
+    )
     return rows_of_place(checked, link.rank, link.workers)
 
 

@@ -31,6 +31,34 @@ MOST_NUMBERS = 1 << 15
 # Datasets are numbered in the order in which a process distributes them, iterators per
 # dataset: equal on every host.
 _dataset_numbers = itertools.count()
+# By the class of Keras' data adapter: what makes each kind of input the same.
+ADVICE = {
+    "GeneratorDataAdapter": (
+        "A Python generator draws on each worker for itself: draw its batches with one "
+        "seed (np.random.default_rng(1)), or call keras.utils.set_random_seed(1) at "
+        "the top of the script"
+    ),
+    "PyDatasetAdapter": (
+        "A PyDataset is read on each worker: pass shuffle=False to fit, or call "
+        "keras.utils.set_random_seed(1) at the top of the script, and draw in "
+        "__getitem__ by the batch's number (np.random.default_rng(index))"
+    ),
+    "TFDatasetAdapter": (
+        "Give every shuffle and list_files of the tf.data pipeline a seed "
+        "(shuffle(n, seed=1)), or call keras.utils.set_random_seed(1) on all workers "
+        "before it is made; batches that it makes from a generator need one seed there"
+    ),
+    "ArrayDataAdapter": (
+        "The arrays themselves differ: make or shuffle them with one seed "
+        "(np.random.default_rng(1)), and read files in sorted order"
+    ),
+    "TorchDataLoaderAdapter": (
+        "Give the DataLoader a seed, generator=torch.Generator().manual_seed(1)"
+    ),
+}
+GENERAL_ADVICE = (
+    "Give every shuffle the same seed (keras.utils.set_random_seed(1) on all workers)"
+)
 
 
 def new_dataset_name() -> str:
@@ -46,6 +74,7 @@ def same_batches(
     record: BatchRecord | None = None,
     *,
     in_step: bool = True,
+    adapter: str = "",
 ) -> tf.data.Dataset:
     """`dataset`; a `CollectiveError` on all hosts when it is read and the hosts differ.
 
@@ -56,6 +85,7 @@ def same_batches(
       name: the dataset's name, the same on all hosts; None: the next one.
       record: collects the checksum of each batch; None: only first batches have one.
       in_step: whether hosts begin each pass together; else they compare later only.
+      adapter: the class of Keras' adapter of the input, for the error's advice.
 
     Cost: one message to the other hosts per iterator; with `record`, or if a host has
     no known number of batches, a Python call per batch, and then a message at the end.
@@ -68,6 +98,7 @@ def same_batches(
         name or new_dataset_name(),
         record,
         in_step,
+        adapter,
     )
     sees_all = length == UNKNOWN or record is not None
     spec = dataset.element_spec
@@ -169,8 +200,9 @@ class _Comparison:
         name: str,
         record: BatchRecord | None,
         in_step: bool,
+        adapter: str,
     ):
-        self._in_step = in_step
+        self._in_step, self._adapter = in_step, adapter
         self._link, self._length, self._policies = link, length, policies
         self._name, self.record = name, record
         self._iterators = itertools.count()
@@ -234,7 +266,7 @@ class _Comparison:
         notes = self._link.share_note(key, json.dumps(own))
         by_rank = {rank: json.loads(note) for rank, note in sorted(notes.items())}
         for rank, theirs in by_rank.items():
-            _check_same(rank, theirs, by_rank[0])
+            _check_same(rank, theirs, by_rank[0], self._adapter)
         if all(theirs["batches"] is not None for theirs in by_rank.values()):
             return
         with self._lock:
@@ -267,7 +299,9 @@ class _Comparison:
         return None
 
 
-def _check_same(rank: int, theirs: dict[str, Any], first: dict[str, Any]) -> None:
+def _check_same(
+    rank: int, theirs: dict[str, Any], first: dict[str, Any], adapter: str
+) -> None:
     if theirs["policies"] != first["policies"]:
         raise CollectiveError(
             f"The model computes in {theirs['policies']} on worker {rank} and in "
@@ -281,11 +315,15 @@ def _check_same(rank: int, theirs: dict[str, Any], first: dict[str, Any]) -> Non
         raise _error(_other_number(rank, mine, 0, others))
     if theirs["first"] != first["first"]:
         raise CollectiveError(
-            f"Worker {rank} reads another first batch than worker 0. Each worker takes "
-            "its rows of the same global batches: give every shuffle the same seed "
-            "(tf.random.set_seed with one number on all workers), or make each "
+            f"Worker {rank} reads another first batch than worker 0, and each takes "
+            f"its rows of the same global batches. {advice_for(adapter)}; or make each "
             "worker's own part with strategy.distribute_datasets_from_function."
         )
+
+
+def advice_for(adapter: str) -> str:
+    """The sentence on how batches become equal, by the class of Keras' adapter."""
+    return ADVICE.get(adapter, GENERAL_ADVICE)
 
 
 def _error(reason: str) -> CollectiveError:

@@ -57,7 +57,9 @@ class HostLoops:
         override_callbacks(self._strategy, fit)
         link, name = self._link, new_dataset_name()
         self._in_step = not self._trains_at_own_pace()
-        if has_own_shard(keras_calls.adapter_of_caller(), link):
+        given = keras_calls.adapter_of_caller()
+        adapter = type(given).__name__
+        if has_own_shard(given, link):
             if self._takes_whole:
                 raise ConfigurationError(
                     "balance='speed' splits batches that all hosts read, and this "
@@ -71,8 +73,19 @@ class HostLoops:
         self._join(loop, name, record)
         policies = policies_of(fit["self"]) if fit is not None else ""
         if self._takes_whole:
-            return with_any_length(same_batches(dataset, link, policies, name, record))
-        return own_part(dataset, link, policies, name, record, in_step=self._in_step)
+            checked = same_batches(
+                dataset, link, policies, name, record, adapter=adapter
+            )
+            return with_any_length(checked)
+        return own_part(
+            dataset,
+            link,
+            policies,
+            name,
+            record,
+            in_step=self._in_step,
+            adapter=adapter,
+        )
 
     def part_of_function(self, dataset: tf.data.Dataset, name: str) -> tf.data.Dataset:
         """This host's own `dataset`, continued while another host has batches."""
