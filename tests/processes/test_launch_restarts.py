@@ -87,6 +87,55 @@ print("done")
             pass
 
 
+@pytest.mark.parametrize(
+    "notes, restarts, expected",
+    [
+        ("", 0, "as nothing was saved: with tfdp.callbacks.Checkpoint(folder) in fit"),
+        ("", 1, "as nothing was saved: with tfdp.callbacks.Checkpoint(folder) in fit"),
+        (
+            "progress.note_saved(40)",
+            0,
+            "step 40 is saved: the same command goes on from there, and with "
+            "--max-restarts 3 it does so by itself",
+        ),
+        ("progress.note_saved(40)", 1, ""),
+        ("progress.note_resumed(0)", 0, ""),
+    ],
+)
+def test_what_a_failure_cost_is_said_once(launches, notes, restarts, expected):
+    script = f"""
+progress.note_strategy()
+{notes}
+note(f"up{{RANK}}")
+wait_for("up0", "up1")
+if RANK == 1:
+    os.kill(os.getpid(), 9)
+time.sleep(600)
+"""
+    options = ["--workers", 2, "--max-restarts", restarts]
+    _, _, err, _ = launches.run(START + script, *options)
+    said = [line for line in own_lines(err) if "saved:" in line or "lost," in line]
+    assert len(said) == bool(expected), said
+    assert expected in "".join(said)
+    assert ("by itself" in "".join(said)) == bool(expected and not restarts)
+
+
+def test_a_stop_names_the_saved_step(launches):
+    script = """
+progress.note_saved(122)
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+note(f"up{RANK}", os.getpid())
+time.sleep(600)
+"""
+    process = launches.start(START + script, "--workers", 2)
+    pids(launches.folder, "up0", "up1")
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=SLACK_SECONDS)
+    stopped = "stopped by SIGTERM; step 122 is saved, and the same command goes on"
+    assert own_lines(err.splitlines())[0].startswith(stopped)
+    assert process.returncode == START_AGAIN
+
+
 @pytest.mark.parametrize("knows_steps", [False, True])
 def test_the_same_failure_twice_ends_it(launches, knows_steps):
     # The numbers in a message are others each time.

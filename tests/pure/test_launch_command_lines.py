@@ -327,6 +327,21 @@ def test_only_worker_0_greets():
     )
     assert "TF_CPP_MIN_LOG_LEVEL" not in first
     assert second["TF_CPP_MIN_LOG_LEVEL"] == "1"
+    assert second["TFDP_LOG_LEVEL_OF_LAUNCHER"] == "1"
+    own = local_environment(
+        {"TF_CPP_MIN_LOG_LEVEL": "0"}, {}, workers=2, rank=1, cores=2
+    )
+    assert "TFDP_LOG_LEVEL_OF_LAUNCHER" not in own
+
+
+@pytest.mark.parametrize("is_launchers, level", [(True, "2"), (False, "1")])
+def test_quiet_overrides_the_level_of_the_launcher_only(is_launchers, level):
+    variables = {"TF_CPP_MIN_LOG_LEVEL": "1"}
+    if is_launchers:
+        variables["TFDP_LOG_LEVEL_OF_LAUNCHER"] = "1"
+    program = "import os, tfdp; tfdp.quiet(); print(os.environ['TF_CPP_MIN_LOG_LEVEL'])"
+    done = run_program(program, environment=variables)
+    assert done.stdout.split() == [level], done.stderr
 
 
 def test_ssh_command_lines():
@@ -480,7 +495,7 @@ def test_the_default_grace_time(monkeypatch):
     options = parse("a.py")
     monkeypatch.setattr(launch_command, "_launch_here", lambda options, _: 0)
     assert options.run(options) == 0
-    assert options.grace_seconds == launch_command.GRACE_SECONDS == 5.0
+    assert options.grace_seconds == launch_command.GRACE_SECONDS == 30.0
 
 
 def test_the_help_names_the_words_of_other_launchers(capsys):

@@ -116,6 +116,27 @@ def test_the_tail_keeps_the_last_lines_that_say_something():
     assert tail == ["b", "c", "d\ufffd"]
 
 
+WARNINGS = [
+    "/a/trainer.py:134: LocalMeanWarning: In a step of model 'gpt' ...",
+    "  outputs = self.distribute_strategy.run(step_function, args=(data,))",
+    "/a/b.py:9: keras.src.x.MineWarning: no",
+    "W0000 00:00:1796061572.265334     865 op_kernel.cc:1845] UNKNOWN",
+    "2026-11-30 18:00:00.123456: W tensorflow/core/x.cc:1] late",
+    "WARNING:absl:old",
+]
+
+
+def test_the_tail_leaves_warnings_out():
+    text = "\n".join(["step 3", *WARNINGS, "Killed by a bad row", *WARNINGS, ""])
+    _, tail = relay(text.encode())
+    assert tail == ["step 3", "Killed by a bad row"]
+
+
+def test_a_tail_of_warnings_alone_is_kept():
+    _, tail = relay("\n".join([*WARNINGS, ""]).encode())
+    assert tail == WARNINGS
+
+
 def test_two_streams_share_a_tail():
     tail = Tail()
     out, err = (LineRelay(io.BytesIO(), b"", tail) for _ in range(2))

@@ -404,7 +404,10 @@ class Checkpoint(keras.callbacks.Callback):
         if number == signal.SIGTERM:
             self._signals.end()
         self._close()
-        self._print(f"tfdp: saved step {self._step} in {self._files.directory}; exits")
+        self._print(
+            f"tfdp: saved step {self._step} in {self._files.directory}; exits. The "
+            "same command goes on from there"
+        )
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(START_AGAIN)

@@ -15,6 +15,7 @@ import signal
 import time
 from collections.abc import Sequence
 
+from tfdp.launch.restart_policy import combine
 from tfdp.launch.signals import signal_name
 from tfdp.launch.worker import Worker
 
@@ -122,7 +123,7 @@ def report_of_all(
     if first is not None:
         lines = _report_of_first(first)
     elif stopped_by is not None:
-        lines = [f"stopped by {signal_name(stopped_by)}"]
+        lines = [f"stopped by {signal_name(stopped_by)}{_saved_by(workers)}"]
     else:
         first = restart_requests(workers)
         if first is None:
@@ -133,6 +134,13 @@ def report_of_all(
         f"worker {worker.rank} {_describe_other(worker, grace_seconds)}"
         for worker in others
     ]
+
+
+def _saved_by(workers: Sequence[Worker]) -> str:
+    step = combine([worker.progress for worker in workers]).saved_step
+    if step is None:
+        return ""
+    return f"; step {step} is saved, and the same command goes on from there"
 
 
 def _report_of_first(failed: Worker) -> list[str]:
@@ -156,5 +164,8 @@ def _describe_other(worker: Worker, grace_seconds: float) -> str:
         why = ", and was to be started again" if worker.is_replaced else why
         return f"ended by itself: {worker.describe_end()}{why}"
     if worker.stopped_by == signal.SIGKILL:
-        return f"did not end within {grace_seconds:g} s and was killed"
+        return (
+            f"did not end within {grace_seconds:g} s and was killed "
+            "(--grace-seconds gives it longer to save)"
+        )
     return f"was stopped: {worker.describe_end()}"

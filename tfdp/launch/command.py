@@ -27,7 +27,8 @@ from tfdp.launch.restarts import Places, answering_hosts, launch
 from tfdp.launch.ssh import parse_hosts, ssh_commands
 from tfdp.launch.worker import WorkerCommand
 
-GRACE_SECONDS = 5.0
+# As Kubernetes: a save of a large model ends within it.
+GRACE_SECONDS = kubernetes.GRACE_SECONDS
 # The number of processes in mpiexec and torchrun; those of `--help` first, and other
 # spellings and accelerate's.
 WORDS_OF_OTHERS = ("-n", "-np", "--nproc-per-node")
@@ -102,10 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_gpu_arguments(parser)
     _add_places(parser)
     kubernetes.add_manifest_arguments(parser)
-    grace = (
-        f"between SIGTERM to a worker and SIGKILL (default: {GRACE_SECONDS:g}, with "
-        f"--kubernetes {kubernetes.GRACE_SECONDS:g})"
-    )
+    grace = f"between SIGTERM to a worker and SIGKILL (default: {GRACE_SECONDS:g})"
     add("--grace-seconds", type=_seconds, metavar="S", help=grace)
     logs = "keep what each worker writes in worker-RANK.log there"
     add("--log-dir", metavar="FOLDER", help=logs)
@@ -144,8 +142,7 @@ def run(options: argparse.Namespace) -> int:
     program = dataclasses.replace(program, obeys_keras=options.obeys_keras)
     _check_options(options)
     if options.grace_seconds is None:
-        is_pod = options.kubernetes is not None
-        options.grace_seconds = kubernetes.GRACE_SECONDS if is_pod else GRACE_SECONDS
+        options.grace_seconds = GRACE_SECONDS
     if options.kubernetes is not None:
         return _print_manifest(options, program)
     if options.slurm or options.mpi:

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 
 from tfdp.cluster.progress import RESTARTS
 
+LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
+#: Tells `tfdp.quiet` that the level is the launcher's, and not the user's.
+LEVEL_OF_LAUNCHER = "TFDP_LOG_LEVEL_OF_LAUNCHER"
 # Python would buffer the last lines of output to a pipe.
 UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
 
@@ -57,5 +60,8 @@ def local_environment(
         defaults |= thread_variables(max(1, cores // workers))
     if rank > 0:
         # All workers print the same greeting of TensorFlow; warnings still appear.
-        defaults["TF_CPP_MIN_LOG_LEVEL"] = "1"
+        # `tfdp.quiet()` hides those, too, unless the user has set the level.
+        defaults[LOG_LEVEL] = "1"
+        if LOG_LEVEL not in environment:
+            defaults[LEVEL_OF_LAUNCHER] = "1"
     return {**defaults, **environment, **variables}

@@ -235,6 +235,12 @@ class Group:
         self._selector.close()
         self._control.close()
 
+    def seconds_of_training(self) -> float | None:
+        """The time since the start, if a worker made a strategy over all workers."""
+        if not any(worker.strategies for worker in self.workers):
+            return None
+        return time.monotonic() - self.started_seconds
+
     def exit_code(self) -> int:
         """Exit code of the launcher if this is the last start.
 

@@ -38,18 +38,34 @@ class LineReceiver(Protocol):
         """Writes them without blocking."""
 
 
+# Python's warnings, and the log lines of TensorFlow and of libraries below errors.
+WARNING = re.compile(
+    rb"\S+:\d+: (?:\w+\.)*\w*Warning: |[IW]\d{4} \d\d:\d\d|(?:WARNING|INFO):|"
+    rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: [IW] "
+)
+
+
 class Tail:
-    """The last lines of a worker, of both streams, in order of arrival."""
+    """The last lines of a worker, of both streams, in order of arrival, without
+    warnings if there are others: the cause of an end is none of them."""
 
     def __init__(self, lines: int = TAIL_LINES):
         self._lines: deque[bytes] = deque(maxlen=lines)
+        self._warnings: deque[bytes] = deque(maxlen=lines)
+        self._is_after_warning = False
 
     def add(self, line: bytes) -> None:
-        if line.strip():
-            self._lines.append(line)
+        if not line.strip():
+            return
+        # Python shows the line of source that warned below, indented.
+        is_source = self._is_after_warning and line.startswith(b"  ")
+        self._is_after_warning = WARNING.match(line) is not None
+        is_warning = self._is_after_warning or is_source
+        (self._warnings if is_warning else self._lines).append(line)
 
     def text_lines(self) -> list[str]:
-        return [line.decode("utf-8", "replace") for line in self._lines]
+        found = self._lines or self._warnings
+        return [line.decode("utf-8", "replace") for line in found]
 
 
 class LineRelay:

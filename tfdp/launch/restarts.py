@@ -26,6 +26,8 @@ from tfdp.launch.signals import received_signals, signal_name
 from tfdp.launch.ssh import CONNECT_SECONDS, SSH
 from tfdp.launch.worker import SSH_ERROR, WorkerCommand
 
+# An error after less is one of the program's first steps: nothing to save.
+WORTH_SECONDS = 60.0
 LOOK_SECONDS = 0.2  # between two reads of the workers' progress
 
 #: (places, guard, received signals) -> the places that can be reached.
@@ -110,6 +112,7 @@ class _Launch:
         #: How often single workers may restart while the others go on.
         self.restarts_of_one = 0
         self._starts = 0
+        self._has_advised = False
         self._failure: _Failure | None = None  # until its cost is known
         self._lost_seconds = self._look_seconds = 0.0
 
@@ -132,6 +135,7 @@ class _Launch:
                 return code
             self._failure = self._failure or _failure_of(group)
             ending = _ending_of(group, places, self._places.hosts)
+            self._advise_once(group, ending)
             following = self._places_after(ending)
             if following is None:
                 return code
@@ -142,6 +146,32 @@ class _Launch:
                 )
                 return START_AGAIN if self._judge.saved_step else 128 + number
             places = following
+
+    def _advise_once(self, group: Group, ending: Ending) -> None:
+        """Says what a checkpoint, or a restart, would have saved of a failure."""
+        restarts = self._judge.most_restarts or self.restarts_of_one
+        saved, seconds = ending.progress.saved_step, group.seconds_of_training()
+        has_checkpoint = saved is not None or ending.progress.resumed_step is not None
+        if self._has_advised or ending.requests_restart:
+            return
+        if has_checkpoint:
+            if saved is None or restarts:
+                return
+            line = (
+                f"step {saved} is saved: the same command goes on from there, and "
+                "with --max-restarts 3 it does so by itself"
+            )
+        elif seconds is None or not (ending.from_outside or seconds >= WORTH_SECONDS):
+            return  # an error of the first steps, or no training
+        else:
+            by_itself = "" if restarts else ", and with --max-restarts 3 by itself"
+            line = (
+                f"{seconds:.0f} s of training are lost, as nothing was saved: with "
+                "tfdp.callbacks.Checkpoint(folder) in fit the same command goes on "
+                f"from the last save{by_itself}"
+            )
+        self._has_advised = True
+        self.console.say([line])
 
     def _run(self, places: Sequence[int]) -> Group:
         if self._logs is not None:

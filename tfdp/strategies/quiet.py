@@ -20,6 +20,8 @@ from tfdp.errors import TooLateWarning
 
 STDERR_DESCRIPTOR = 2
 LEVEL = "TF_CPP_MIN_LOG_LEVEL"
+#: As in `tfdp.launch.environment`: the level is the launcher's, and not the user's.
+LEVEL_OF_LAUNCHER = "TFDP_LOG_LEVEL_OF_LAUNCHER"
 # TensorFlow's level 2: no information and warnings, only errors.
 ERRORS_ONLY = "2"
 
@@ -76,6 +78,8 @@ def import_tensorflow_quietly(level: str = "3", without: Sequence[str] = ()) -> 
     `level`: TF_CPP_MIN_LOG_LEVEL, if not set: 3 hides errors, too. `without`: packages
     hidden during the import, such as NOT_NEEDED_FOR_A_STEP.
     """
+    if os.environ.pop(LEVEL_OF_LAUNCHER, None) is not None:
+        os.environ.pop(LEVEL, None)  # workers are as quiet as worker 0
     os.environ.setdefault(LEVEL, level)
     is_first = "tensorflow" not in sys.modules
     sys.stderr.flush()
