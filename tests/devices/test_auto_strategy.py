@@ -299,8 +299,22 @@ def errors_of(scope="contextlib.nullcontext()", before="", after=""):
 
 
 @pytest.mark.worth_seconds(6)
-def test_a_strategy_that_was_never_used_is_said_at_the_end():
-    assert NEVER_USED in errors_of()
+def test_a_model_made_outside_of_the_scope_is_told_at_its_first_fit():
+    program = {"before": "print('now', file=sys.stderr)", "after": ""}
+    told = run_program(UNUSED.format(scope="contextlib.nullcontext()", **program))
+    before, _, after = told.stderr.partition("now\n")
+    assert "tfdp: " not in before
+    assert "the model 'sequential' trains on one device" in after
+    assert "    with strategy.scope():\n        model = ...  # also keras" in after
+    assert after.count("tfdp: ") == 1  # not again at the end
+
+
+@pytest.mark.worth_seconds(6)
+def test_a_strategy_that_no_loop_used_is_said_at_the_end():
+    loop = UNUSED.replace("model.fit(", "model.train_on_batch(")
+    loop = loop.replace(", batch_size=4, verbose=0)", ")")
+    form = {"scope": "contextlib.nullcontext()", "before": "", "after": ""}
+    assert NEVER_USED in run_program(loop.format(**form)).stderr
 
 
 @pytest.mark.worth_seconds(6)

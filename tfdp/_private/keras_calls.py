@@ -42,6 +42,7 @@ _calls = _Calls()
 _counted: list[bool] = []
 _watched: weakref.WeakKeyDictionary[Any, Callable[[Any], None]]
 _watched = weakref.WeakKeyDictionary()
+_on_loops: list[Callable[[], None]] = []
 
 
 @contextlib.contextmanager
@@ -135,6 +136,11 @@ def call_for_loops(distributed: Any, on_loop: Callable[[Any], None]) -> Any:
     return distributed
 
 
+def call_before_loops(on_loop: Callable[[], None]) -> None:
+    """Calls `on_loop` before each loop of Keras begins, of any strategy."""
+    _on_loops.append(on_loop)
+
+
 def _noting_added(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def add(self: Any, value: Any) -> Any:
@@ -166,6 +172,8 @@ def _noting_built(original: Callable[..., Any]) -> Callable[..., Any]:
 def _noting_loop(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        for note in _on_loops:
+            note()
         with _noted(loop=self):
             original(self, *args, **kwargs)
             on_loop = _watched.get(self._distributed_dataset)

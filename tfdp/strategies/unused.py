@@ -1,4 +1,4 @@
-"""Prints, at the end of a program, that it trained and never used its strategy.
+"""Prints, at the first `fit` or at the end, that a program never used its strategy.
 
 A model made outside the scope trains on one device, without an error.
 """
@@ -12,6 +12,7 @@ from tfdp.cluster.helper_process import is_started_by_multiprocessing
 
 _made: list[str] = []
 _used: list[bool] = []
+_told: list[bool] = []
 
 
 def note_made(strategy: object, is_chief: bool) -> None:
@@ -22,6 +23,10 @@ def note_made(strategy: object, is_chief: bool) -> None:
     if is_chief and not _made and not _used and not is_started_by_multiprocessing():
         _made.append(repr(strategy))
         atexit.register(_say_if_unused)
+        # Loads TensorFlow, which commands that know no strategy start without.
+        from tfdp._private.keras_calls import call_before_loops
+
+        call_before_loops(_say_if_unused_by_fit)
 
 
 def note_used() -> None:
@@ -30,13 +35,41 @@ def note_used() -> None:
         _used.append(True)
 
 
+def _say_if_unused_by_fit() -> None:
+    """Says so before the first `fit`, while the program can still be stopped."""
+    if _used or _told:
+        return
+    from tfdp._private.frames import training_input_of_caller
+
+    fit = training_input_of_caller()
+    if fit is None:
+        return  # an evaluation may be of one device
+    _told.append(True)
+    print(
+        f"tfdp: the model {fit['self'].name!r} trains on one device, not under "
+        f"{_made[0]}: it was made, or loaded, outside of the strategy's scope. To "
+        "train it on the replicas, move these two lines:\n"
+        "    with strategy.scope():\n"
+        "        model = ...  # also keras.models.load_model(...)\n"
+        "        model.compile(...)",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
 def _say_if_unused() -> None:
     # Loads TensorFlow, which commands that know no strategy start without.
     from tfdp._private.keras_calls import has_counted
 
     # A program that ended before it trained, with an error, or in an interactive
     # session needs no message.
-    if _used or not has_counted() or hasattr(sys, "last_type") or hasattr(sys, "ps1"):
+    if (
+        _used
+        or _told
+        or not has_counted()
+        or hasattr(sys, "last_type")
+        or hasattr(sys, "ps1")
+    ):
         return
     print(
         f"tfdp: {_made[0]} was made and never used, so nothing was trained on its "

@@ -15,6 +15,7 @@ from tfdp.cluster.machine import notebook_restart_hint
 from tfdp.errors import ConfigurationError, DeviceError, ParityError, ScopeError
 from tfdp.strategies.devices import find_devices
 from tfdp.strategies.in_words import without_fit_message
+from tfdp.strategies.unused import note_used
 from tfdp.tools.testing.batches import collect_batches, row_count
 from tfdp.tools.testing.changes import CHANGES
 from tfdp.tools.testing.comparison import compare
@@ -132,6 +133,7 @@ def compare_and_report(
     """
     causes: tuple[Finding, ...] = ()
     notes = []
+    note_used()  # the fits on one device are no mistake
     with _float32_products(), without_fit_message():
         comparison = compare(setting)
         if comparison.is_in_half_precision and comparison.error is None:
