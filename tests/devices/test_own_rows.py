@@ -270,3 +270,31 @@ def test_a_compiled_replica_refuses_it():
 
     with pytest.raises(ConfigurationError, match="jit_compile=False"):
         trained(make_strategy(2), of_all, 24, jit_compile=True)
+
+
+@pytest.mark.parametrize("takes_own", [False, True], ids=["counted here", "own"])
+def test_labels_that_number_a_replicas_rows_are_told(takes_own):
+    """They begin at 0 on each replica, and the gathered rows at that of the first."""
+
+    class Pairs(keras.Sequential):
+        def compute_loss(
+            self, x=None, y=None, y_pred=None, sample_weight=None, training=True
+        ):
+            whole = all_rows(y_pred)
+            labels = tf.range(tf.shape(y_pred)[0])
+            if takes_own:
+                labels = own_rows(tf.range(tf.shape(whole)[0]), y_pred)
+            logits = tf.matmul(y_pred, whole, transpose_b=True)
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+            return local_mean(tf.reduce_mean(losses))
+
+    with make_strategy(2).scope():
+        model = Pairs([keras.Input((12,)), keras.layers.Dense(5)])
+        model.compile("sgd", jit_compile=False)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", LocalMeanWarning)
+        model.fit(*classification_data(samples=24), batch_size=12, verbose=0)
+    messages = [str(one.message) for one in told if one.category is LocalMeanWarning]
+    assert len(messages) == (0 if takes_own else 1), messages
+    for name in () if takes_own else ("all_rows", "own_rows", "on_all_rows(model)"):
+        assert name in messages[0]

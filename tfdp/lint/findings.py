@@ -61,6 +61,14 @@ _CROSSINGS = {
         f"rows. {ALL_ROWS}"
     ),
 }
+#: JOINED or CHOSEN, where values of all rows enter: rows are numbered from 0 on each.
+_GATHERED = (
+    "values of tfdp.losses.all_rows are joined with labels or numbers of a replica's "
+    "own rows (in {op!r}), which begin at 0 on each replica. Number the rows of all "
+    "and take this replica's, labels = tfdp.losses.own_rows(tf.range(tf.shape("
+    "tfdp.losses.all_rows(x))[0]), x); or leave both out and call "
+    "tfdp.losses.on_all_rows(model) after compile"
+)
 #: After "a loss", "a gradient" or a name of what is stored.
 COUNTED = (
     "multiplied or divided by the number of rows of the batch, such as tf.shape(x)[0], "
@@ -103,13 +111,21 @@ class Findings:
         return bool(self._by_kind)
 
 
-def crossing_of(crossings: Iterable[Crossing]) -> str | None:
-    """The sentence about rows that depend on each other; None: they do not."""
+def crossing_of(
+    crossings: Iterable[Crossing], *, with_gathered: bool = False
+) -> str | None:
+    """The sentence about rows that depend on each other; None: they do not.
+
+    `with_gathered`: values of the rows of all replicas enter as well.
+    """
     order = list(_CROSSINGS)
     ranked = sorted(crossings, key=lambda one: (order.index(one.kind), one.op))
     if not ranked:
         return None
-    return _CROSSINGS[ranked[0].kind].format(op=ranked[0].op)
+    kind, op = ranked[0]
+    if with_gathered and kind in (JOINED, CHOSEN):
+        return _GATHERED.format(op=op)
+    return _CROSSINGS[kind].format(op=op)
 
 
 def is_no_mean(value: Value) -> bool:

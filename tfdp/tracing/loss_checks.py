@@ -228,7 +228,9 @@ def reported_standing(step: Step, rank: Any, loss: Any, subject: str) -> Standin
 
 def note_crossing(step: Step, value: Value) -> None:
     """Warns of a loss in which rows depend on other rows of the replica."""
-    sentence = crossing_of(value.cross) if step.group_size > 1 else None
+    sentence = None
+    if step.group_size > 1:
+        sentence = crossing_of(value.cross, with_gathered=value.of_all)
     if sentence is not None:
         step.suspicions.add(sentence, "crossing")
 
