@@ -6,6 +6,7 @@ in the ways of `tests.support.parity_faults`.
 
 import dataclasses
 import json
+import re
 
 import keras
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 import tfdp
-from tests.support.parity import make_strategy, stock_strategy
+from tests.support.parity import classification_data, make_strategy, stock_strategy
 from tests.support.parity_faults import (
     CLASSES,
     EVEN,
@@ -31,7 +32,7 @@ from tests.support.parity_faults import (
 )
 from tfdp.errors import ParityError
 from tfdp.testing import check_parity
-from tfdp.tools.testing import comparison
+from tfdp.tools.testing import comparison, stages
 from tfdp.tools.testing.causes import COMBINATIONS, SEPARABLE
 from tfdp.tools.testing.model_parts import compute_round_off
 
@@ -272,7 +273,8 @@ def test_augmentation_is_switched_off_and_noted():
 
 class DrawsOutsideKeras(keras.layers.Layer):
     def call(self, x):
-        return x * tf.random.uniform(tf.shape(x))
+        drawn = tf.raw_ops.RandomUniform(shape=tf.shape(x), dtype=tf.float32)
+        return x * drawn
 
 
 def test_training_that_is_not_repeatable_tells_nothing():
@@ -337,3 +339,104 @@ def test_the_report_goes_through_json():
     assert plain["batch_rows"] == [EVEN, EVEN]
     assert plain["rows"][0]["shape"] == [6, 7]
     assert plain["loss_one_device"] == pytest.approx(plain["loss_replicas"], rel=1e-5)
+
+
+class Late(keras.layers.Layer):
+    """Builds its attention, with dropout, at its first call."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = keras.layers.MultiHeadAttention(2, 4, dropout=0.3)
+
+    def call(self, x, training=None):
+        rows = x[:, None, :]
+        return x + self.attention(rows, rows, training=training)[:, 0]
+
+
+class Drawn(keras.layers.Layer):
+    """Draws numbers of its own: the noise of a VAE, times, and a mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.seed = keras.random.SeedGenerator(5)
+
+    def call(self, x, training=None):
+        shape = keras.ops.shape(x)
+        noise = keras.random.normal(shape, seed=self.seed)
+        times = keras.random.randint((shape[0], 1), 0, 5, seed=self.seed)
+        scale = keras.random.uniform((), seed=self.seed)
+        kind = keras.random.categorical(keras.ops.ones_like(x), 1, seed=self.seed)
+        masked = keras.random.dropout(x, 0.5, seed=self.seed)
+        noise += tf.random.normal(shape) + tf.random.uniform(tf.shape(x), 0, 1)
+        drawn = keras.ops.cast(times + keras.ops.cast(kind, "int32"), x.dtype)
+        return masked + 0.1 * (noise + scale * drawn)
+
+
+@pytest.mark.parametrize("layer", [Late, Drawn, lambda: keras.layers.GRU(64)])
+def test_what_draws_by_keras_random_has_a_verdict(layer):
+    def build():
+        first = keras.layers.Dense(64)
+        middle = layer()
+        parts = [first, middle]
+        if isinstance(middle, keras.layers.GRU):
+            middle = keras.layers.GRU(64, dropout=0.2, recurrent_dropout=0.2)
+            parts = [first, keras.layers.Reshape((4, 16)), middle]
+        model = keras.Sequential([*parts, keras.layers.Dense(5)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(0.1), loss)
+        return model
+
+    report = tfdp.testing.check_parity(build, classification_data(samples=48), 2)
+    assert report.ok and not report.inconclusive, str(report)
+
+
+def test_a_wrong_step_still_shows_where_rows_draw_alike():
+    """The second replica's rows would get another noise."""
+
+    class PerReplica(keras.layers.Layer):
+        def call(self, x):
+            context = tf.distribute.get_replica_context()
+            rank = context.replica_id_in_sync_group if context is not None else 0
+            return x * (1.0 + 0.01 * tf.cast(rank, x.dtype))
+
+    def build():
+        model = keras.Sequential([Drawn(), PerReplica(), keras.layers.Dense(5)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(0.1), loss)
+        return model
+
+    data = classification_data(samples=48)
+    report = tfdp.testing.check_parity(build, data, 2, diagnose=False)
+    assert report.exceeding and not report.inconclusive
+
+
+def test_batch_normalization_counts_the_rows_of_these_batches():
+    def build():
+        layers = [keras.layers.Dense(8), keras.layers.BatchNormalization()]
+        model = keras.Sequential([*layers, keras.layers.Dense(5)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(0.1), loss)
+        return model
+
+    data = classification_data(samples=40)
+    report = tfdp.testing.check_parity(build, data, 2, batch_size=16)
+    assert "A replica has 4 to 8 rows of these batches" in " ".join(str(report).split())
+
+
+def test_a_check_prints_what_it_does(monkeypatch, capfd):
+    monkeypatch.setattr(stages, "FIRST_SECONDS", 0.01)
+    monkeypatch.setattr(stages, "EACH_SECONDS", 0.01)
+
+    def build():
+        model = keras.Sequential([keras.layers.Dense(5)])
+        model.compile("sgd", "mse")
+        return model
+
+    data = np.ones((8, 3), "float32"), np.ones((8, 5), "float32")
+    with stages.printed_stages("tfdp check"):
+        tfdp.testing.check_parity(build, data, 2, steps=1, batch_size=8)
+    lines = capfd.readouterr().err.splitlines()
+    assert any(
+        re.fullmatch(r"tfdp check: \d+ s: trains on one device", x) for x in lines
+    )
+    assert any("measures rounding on one device (3 of 3)" in line for line in lines)

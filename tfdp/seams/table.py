@@ -72,6 +72,8 @@ class Look:
 
 
 KERAS_TRAINER = "keras.src.backend.tensorflow.trainer"
+TENSORFLOW_RANDOM = "tensorflow:random"
+KERAS_RANDOM = "keras.src.backend.tensorflow.random"
 MODEL = "keras:Model"
 
 LOOKS: tuple[Look, ...] = (
@@ -494,6 +496,25 @@ SEAMS: tuple[Seam, ...] = (
         "context",
         "the scope around the script outlives its clear_session",
         reset_default_graph="()",
+    ),
+    *_seams(
+        KERAS_RANDOM,
+        "context",
+        "`tfdp check` draws the same numbers for each row, on any number of replicas",
+        normal="(shape, mean=0.0, stddev=1.0, dtype=None, seed=None)",
+        uniform="(shape, minval=0.0, maxval=1.0, dtype=None, seed=None)",
+        truncated_normal="(shape, mean=0.0, stddev=1.0, dtype=None, seed=None)",
+        randint="(shape, minval, maxval, dtype='int32', seed=None)",
+        categorical="(logits, num_samples, dtype='int64', seed=None)",
+        dropout="(inputs, rate, noise_shape=None, seed=None)",
+    ),
+    *_seams(
+        TENSORFLOW_RANDOM,
+        "context",
+        "as `keras.random`, for steps that draw with TensorFlow",
+        normal=None,
+        uniform=None,
+        truncated_normal=None,
     ),
     # Scripts of `keras.distribution`.
     *_seams(

@@ -8,7 +8,6 @@ from typing import Any
 from tfdp.checks import integer_from
 from tfdp.cluster.machine import installed_versions
 from tfdp.files.asked_for import check_output_path, write_json_for
-from tfdp.progress_bar import progress_bar
 from tfdp.strategies.quiet import import_tensorflow_quietly
 from tfdp.strategies.unused import note_used
 from tfdp.tools.commands import check_target
@@ -71,6 +70,7 @@ def _check(target: check_target.Target, options: argparse.Namespace) -> Any:
 
     import tfdp
     from tfdp.tools.testing.parity import check_parity
+    from tfdp.tools.testing.stages import printed_stages
 
     def ours() -> Any:
         strategy = tfdp.DataParallelStrategy(devices)
@@ -88,7 +88,7 @@ def _check(target: check_target.Target, options: argparse.Namespace) -> Any:
             keywords[name] = value
     if options.keep_random_layers:
         keywords["random_layers"] = "keep"
-    with progress_bar("training on one device and on the replicas", 0):
+    with printed_stages("tfdp check"):
         is_stock = options.strategy == "mirrored"
         replicated = tf.distribute.MirroredStrategy(devices) if is_stock else ours()
         return check_parity(found.build, found.data, replicated, **keywords)

@@ -62,9 +62,10 @@ FROM_FACTS = (
         where=lambda facts: facts.drawing_layers or None,
         why="A layer draws different random numbers on {replicas} replicas than on one "
         "device, by design: each replica draws for its own rows.",
-        instead="Keep random_layers='off', which disables Keras' dropout and noise for "
-        "the check. It cannot disable other draws: build the model without layers that "
-        "augment, and replace what your own code draws by a part of the batch.",
+        instead="Leave out random_layers='keep' (--keep-random-layers): the check then "
+        "disables Keras' dropout, noise and augmentation, and other draws of "
+        "keras.random are the same for each row. What keeps its state by itself, such "
+        "as a tf.random.Generator, has to be a part of the batch.",
     ),
     Cause(
         name="overflow on one replica",
@@ -121,8 +122,9 @@ SEPARABLE = (
         why="The layer normalizes with the mean and variance of its replica's rows, "
         "not of the global batch.",
         instead="Use tfdp.layers.SyncBatchNormalization, or "
-        "tfdp.layers.convert_batch_normalization(model). With about 32 rows per "
-        "replica the difference is usually harmless, and intended.",
+        "tfdp.layers.convert_batch_normalization(model). A replica has "
+        "{rows_of_replica} rows of these batches: from about 32 on the difference is "
+        "usually harmless, and intended.",
         change="freeze_batch_norm",
         evidence="holds with these layers frozen",
     ),
@@ -189,11 +191,13 @@ _COUPLED_ROWS = Cause(
     name="rows of a batch depend on each other",
     where=lambda facts: (),
     why="A layer or a loss computes a mean, a maximum or another statistic over a "
-    "replica's rows (in-batch negatives, a mask, a weight), not the global batch's.",
+    "replica's rows (in-batch negatives, a mask, a weight), not the global batch's. Or "
+    "values of tfdp.losses.all_rows meet labels that number a replica's own rows.",
     instead="Compute losses and metrics on the rows of all replicas "
     "(tfdp.losses.on_all_rows(model)), and such a layer, too "
     "(tfdp.layers.AllRows(layer)); or gather or sum there (tfdp.losses.all_rows, "
-    "tfdp.losses.all_sum); or accept statistics per replica.",
+    "tfdp.losses.all_sum), with labels by tfdp.losses.own_rows(labels of all, x); or "
+    "accept statistics per replica.",
     change="same_rows",
     evidence="holds when every replica gets the same rows",
 )

@@ -23,6 +23,7 @@ from tfdp.tools.testing.model_parts import (
     unit_round_off,
 )
 from tfdp.tools.testing.report import VariableRow, are_conclusive
+from tfdp.tools.testing.stages import begin_stage
 from tfdp.tools.testing.trainee import CheckedTraining, Trainee
 
 # Trainings on one device that differ only by rounding; see `rounding`.
@@ -97,7 +98,9 @@ def compare(setting: CheckedTraining) -> Comparison:
 
     Raises errors of the one-device training; those of the replicas are in the result.
     """
+    begin_stage("builds the model on one device and on the replicas")
     one, several, error = _make_both(setting)
+    begin_stage("trains on one device")
     start = one.values()
     states_before = one.random_states()
     reference = _Movements(one.model)
@@ -113,6 +116,7 @@ def compare(setting: CheckedTraining) -> Comparison:
     loss_several = None
     if several is not None:
         # Keeps the learning rate, which an experiment may have changed.
+        begin_stage("trains on the replicas")
         several.load(start, rates=False)
         try:
             loss_several = several.train(setting.batches, distances.note)
@@ -176,7 +180,8 @@ def _twin_spreads(
     generator = np.random.default_rng(setting.seed)
     unit = compute_round_off(one.model)
     spreads = {step: [0.0] * len(weights) for step, weights in reference.steps.items()}
-    for _ in range(TWINS):
+    for number in range(1, TWINS + 1):
+        begin_stage(f"measures rounding on one device ({number} of {TWINS})")
         batches = [_twin_batch(b, unit, generator, permute) for b in setting.batches]
         one.load(start)
         for weight in one.model.trainable_weights:

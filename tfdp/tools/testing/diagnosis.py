@@ -15,6 +15,7 @@ from tfdp.tools.testing.crashes import explain_error
 from tfdp.tools.testing.facts import CauseFacts
 from tfdp.tools.testing.model_parts import HALF_PRECISION, inner_optimizers, layers_of
 from tfdp.tools.testing.report import Finding, are_conclusive
+from tfdp.tools.testing.stages import begin_stage
 from tfdp.tools.testing.trainee import CheckedTraining
 
 
@@ -61,6 +62,7 @@ def find_lost_sums(paths: tuple[str, ...]) -> tuple[Finding, ...]:
 
 def _holds(setting: CheckedTraining, causes: Sequence[known.Cause]) -> bool:
     names = [cause.change for cause in causes if cause.change is not None]
+    begin_stage(f"looks for the cause: {', '.join(cause.name for cause in causes)}")
     changed = changes.apply_changes(setting, names)
     try:
         return changed is not None and compare(changed).ok
@@ -91,9 +93,12 @@ def read_facts(setting: CheckedTraining, comparison: Comparison) -> CauseFacts:
     def names(is_one: Callable[[keras.layers.Layer], bool]) -> tuple[str, ...]:
         return tuple(layer.name for layer in layers if is_one(layer))
 
+    counts = tuple(row_count(batch) for batch in setting.batches)
+    least, most = min(counts) // replicas, max(counts) // replicas
     return CauseFacts(
         replicas=replicas,
-        batch_rows=tuple(row_count(batch) for batch in setting.batches),
+        batch_rows=counts,
+        rows_of_replica=f"{least}" if least == most else f"{least} to {most}",
         optimizer=type(inner_optimizers(model.optimizer)[-1]).__name__,
         clipping=_clipping(model),
         local_batch_norms=names(lambda x: changes.is_local_batch_norm(x, replicas)),

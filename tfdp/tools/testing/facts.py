@@ -12,6 +12,7 @@ class CauseFacts:
     replicas: int
     batch_rows: tuple[int, ...]  # rows of each global batch
     optimizer: str  # its class
+    rows_of_replica: str = ""  # of these batches, such as "4 to 8"
     clipping: tuple[str, ...] = ()  # such as "clipnorm=1.0"
     local_batch_norms: tuple[str, ...] = ()  # with statistics per replica
     synchronized_batch_norms: tuple[str, ...] = ()  # Keras', `synchronized=True`

@@ -14,6 +14,7 @@ import tensorflow as tf
 from tfdp import DistributedOptimizer
 from tfdp.errors import ConfigurationError
 from tfdp.step.find_optimizers import optimizers_of, optimizers_with_sync
+from tfdp.tools.testing.alike_draws import alike_draws
 from tfdp.tools.testing.batches import Batch, as_dataset
 from tfdp.tools.testing.model_parts import (
     layers_of,
@@ -102,7 +103,8 @@ class Trainee:
                 [self._copies(weight) for weight in self.model.weights],
             )
         )
-        with self._device():
+        keeps = self.setting.keep_random_layers
+        with contextlib.nullcontext() if keeps else alike_draws(), self._device():
             dataset = as_dataset(batches)
             history = self.model.fit(
                 dataset, epochs=1, shuffle=False, verbose=0, callbacks=[watch]

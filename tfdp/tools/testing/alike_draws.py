@@ -1,0 +1,96 @@
+"""Draws that are the same for each row, so that N replicas draw as one device.
+
+Each replica draws for its own rows, by design from numbers of its own. While a model is
+compared, `keras.random` draws one row and repeats it: the noise of a VAE, the times of
+a diffusion, the dropout of a layer that is built late. A wrong step still shows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.seams.replace import class_attribute
+from tfdp.seams.table import KERAS_RANDOM, TENSORFLOW_RANDOM
+
+# The generators of replicas have states of their own: their draws do not use these.
+SEED = 1903
+OF_SHAPE = ("normal", "uniform", "truncated_normal", "randint")
+# The parameters of TensorFlow's functions between `shape` and `seed`.
+OF_TENSORFLOW = {
+    "normal": ("mean", "stddev", "dtype"),
+    "uniform": ("minval", "maxval", "dtype"),
+    "truncated_normal": ("mean", "stddev", "dtype"),
+}
+
+
+@contextlib.contextmanager
+def alike_draws() -> Iterator[None]:
+    """Makes `keras.random`, and the common functions of `tf.random`, draw the same
+    numbers for each row, within the context."""
+    with contextlib.ExitStack() as stack:
+        for name in OF_SHAPE:
+            stack.enter_context(class_attribute(KERAS_RANDOM, name, _of_shape))
+        for name in OF_TENSORFLOW:
+            made = functools.partial(_of_tensorflow, name)
+            stack.enter_context(class_attribute(TENSORFLOW_RANDOM, name, made))
+        stack.enter_context(class_attribute(KERAS_RANDOM, "dropout", _dropout))
+        stack.enter_context(class_attribute(KERAS_RANDOM, "categorical", _categorical))
+        yield
+
+
+def _of_shape(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def draw(shape: Any, *args: Any, seed: Any = None, **kwargs: Any) -> Any:
+        whole = tf.convert_to_tensor(shape, tf.int32)
+        if not whole.shape[0]:  # a number
+            return original(shape, *args, seed=SEED, **kwargs)
+        one_row = tf.concat([[1], whole[1:]], 0)
+        return tf.broadcast_to(original(one_row, *args, seed=SEED, **kwargs), whole)
+
+    return draw
+
+
+def _of_tensorflow(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    stateless = getattr(tf.random, f"stateless_{name}")
+
+    @functools.wraps(original)
+    def draw(shape: Any, *args: Any, seed: Any = None, **kwargs: Any) -> Any:
+        given = dict(zip(OF_TENSORFLOW[name], args, strict=False)) | kwargs
+        whole = tf.convert_to_tensor(shape, tf.int32)
+        if not whole.shape[0]:
+            return stateless(shape, [SEED, 0], **given)
+        one_row = tf.concat([[1], whole[1:]], 0)
+        return tf.broadcast_to(stateless(one_row, [SEED, 0], **given), whole)
+
+    return draw
+
+
+def _dropout(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def drop(inputs: Any, rate: Any, noise_shape: Any = None, seed: Any = None) -> Any:
+        rank = len(inputs.shape)
+        noise = list(noise_shape or [None] * rank)
+        return original(inputs, rate, noise_shape=[1, *noise[1:]], seed=SEED)
+
+    return drop
+
+
+def _categorical(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def draw(
+        logits: Any, num_samples: Any, dtype: Any = "int64", seed: Any = None
+    ) -> Any:
+        # The largest of logits with Gumbel noise: E. J. Gumbel, 1954.
+        classes = tf.shape(logits)[-1]
+        drawn = tf.random.stateless_uniform(
+            [1, num_samples, classes], [SEED, 0], minval=1e-7, dtype=logits.dtype
+        )
+        noise = -tf.math.log(-tf.math.log(drawn))
+        return tf.argmax(logits[:, None, :] + noise, axis=-1, output_type=dtype)
+
+    return draw
