@@ -99,6 +99,26 @@ def test_stopped_after_the_last_batch_of_an_epoch(tmp_path):
     assert_goes_on(tmp_path, program, Fault(5, signal.SIGTERM))
 
 
+@pytest.mark.parametrize("at", [5, 7], ids=["last batch", "within"])
+def test_epochs_of_unknown_length_are_printed_after_a_resume(tmp_path, capfd, at):
+    def start(*fault):
+        keras.utils.set_random_seed(7)
+        data = shuffled().filter(lambda x, y: True)
+        checkpoint = tfdp.callbacks.Checkpoint(tmp_path, every_steps=2)
+        make().fit(data, epochs=EPOCHS, verbose=2, callbacks=[checkpoint, *fault])
+
+    with pytest.raises(SystemExit):
+        start(Fault(at, signal.SIGTERM))
+    capfd.readouterr()
+    start()
+    lines = capfd.readouterr().out.splitlines()
+    first = 1 if at == 5 else 2
+    begun = [f"Epoch {number}/{EPOCHS}" for number in range(first, EPOCHS + 1)]
+    assert [line for line in lines if line.startswith("Epoch")] == begun
+    ended = [line for line in lines if line.startswith("5/5 - ")]
+    assert len(ended) == len(begun) and all("loss: " in line for line in ended)
+
+
 @pytest.mark.slow
 def test_stopped_after_the_last_execution_of_an_epoch(tmp_path):
     def program(callback, fault):

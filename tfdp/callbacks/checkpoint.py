@@ -257,12 +257,21 @@ class Checkpoint(keras.callbacks.Callback):
             # They did so before the save: a schedule could multiply the rate twice.
             self._put_back_state()
             put_back_random(self._saved("random"))
+            self._show_place()
         if not self._is_first_epoch:
             self._batch = 0
         self._is_first_epoch = False
         self._put_back_state = lambda: None
         # The order of the epoch is drawn after this.
         self._random = random_now()
+
+    def _show_place(self) -> None:
+        """Tells Keras' progress bar of unknown length where it is: at the last batch
+        none follows, and it would print neither this epoch nor the next ones."""
+        for callback in self._others:
+            is_bar = isinstance(callback, keras.callbacks.ProgbarLogger)
+            if is_bar and self.params["steps"] is None:
+                callback.on_train_batch_end(self._batch - 1)
 
     def _saved(self, name: str) -> Any:
         return None if self.restored is None else self.restored.program.get(name)
