@@ -151,6 +151,20 @@ def test_an_error_of_tfdp_in_one_of_tensorflow_is_printed_alone(tmp_path, is_who
     assert "Detected at node" not in words.traceback
 
 
+def test_the_loss_of_a_worker_is_printed_without_frames_of_tfdp(tmp_path):
+    lost = """
+from tfdp.hosts.python_calls import counted
+def fail():
+    raise WorkerLostError("gone")
+counted(fail)()
+"""
+    done = run_program(PROGRAM + lost, environment={"TFDP_LAST_WORDS": str(tmp_path)})
+    words = read_crash_report(str(tmp_path), int(done.stdout.split()[0]))
+    assert words.error == "WorkerLostError: gone" and words.is_consequence
+    assert "python_calls.py" not in done.stderr + words.traceback
+    assert "tfdp.errors.WorkerLostError: gone\n" in done.stderr
+
+
 def test_who_comes_to_the_end_says_nothing(tmp_path):
     done = run_program(PROGRAM, environment={"TFDP_LAST_WORDS": str(tmp_path)})
     assert done.returncode == 0

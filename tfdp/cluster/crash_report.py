@@ -123,9 +123,11 @@ def _report_of(error: BaseException) -> CrashReport:
 
 def short_traceback(error: BaseException) -> str | None:
     """The program's own frames and the message of an error of tfdp that TensorFlow
-    raised as one of its own, with its graph's frames; None: it is another error."""
+    raised as one of its own, with its graph's frames, or that names a lost worker: the
+    cause is there. None: it is another error."""
     found = _own_error_in(error)
-    if found is None:
+    name, message = found.groups() if found else (type(error).__name__, str(error))
+    if found is None and not isinstance(error, WorkerLostError):
         return None
     inside = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
     frames = [
@@ -138,7 +140,7 @@ def short_traceback(error: BaseException) -> str | None:
         [
             "Traceback (most recent call last):\n",
             *traceback.format_list(frames[-MOST_FRAMES:]),
-            f"tfdp.errors.{found[1]}: {found[2].strip()}\n",
+            f"tfdp.errors.{name}: {message.strip()}\n",
             f"({WHOLE}=1 shows the frames of Keras and TensorFlow.)\n",
         ]
     )
