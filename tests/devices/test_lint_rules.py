@@ -35,6 +35,7 @@ from tfdp.lint.values import (
     NOT_LINEAR,
     OTHERWISE,
     PAIRED,
+    QUOTIENT,
     REPLICATED,
     ROW_SOURCE,
     SAME,
@@ -50,6 +51,7 @@ CROSSINGS = {
     "paired": PAIRED,
     "joined": JOINED,
     "normalized": NORMALIZED,
+    "quotient": QUOTIENT,
     "chosen": CHOSEN,
     "nonlinear": NOT_LINEAR,
 }
