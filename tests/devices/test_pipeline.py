@@ -19,7 +19,7 @@ from tfdp._private.step_trace import StepTrace
 from tfdp.errors import CollectiveError, ConfigurationError
 from tfdp.plan.stages import held_activations, stage_ends
 
-optimizers = keras.optimizers
+layers, optimizers = keras.layers, keras.optimizers
 OPTIMIZERS = {
     "momentum": lambda: optimizers.SGD(0.05, momentum=0.9),
     "clipnorm": lambda: optimizers.SGD(0.05, clipnorm=0.05),
@@ -154,8 +154,70 @@ def test_sample_weights_in_two_groups():
     check(*fitted, bound_of(fitted[0][0]))
 
 
+class Adding(layers.Dense):
+    """Gives `add_loss` a function of its results and of its layer."""
+
+    def __init__(self, loss_of, **given):
+        super().__init__(16, "tanh", **given)
+        self._loss_of = loss_of
+
+    def call(self, inputs):
+        found = super().call(inputs)
+        self.add_loss(self._loss_of(found, self))
+        return found
+
+
+def adding(loss_of):
+    """A layer that adds losses, called in two stages."""
+
+    def build():
+        inputs, layer = keras.Input((12,)), Adding(loss_of)
+        hidden = layers.Dense(12, "tanh")(layer(inputs))
+        return keras.Model(inputs, layers.Dense(5)(layer(hidden)))
+
+    return build
+
+
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        lambda found, layer: 0.1 * keras.ops.mean(found**2),
+        lambda found, layer: 0.1 * keras.ops.mean(found**2, axis=-1),
+        lambda found, layer: 0.1 * layer.kernel**2,
+    ],
+    ids=["mean", "rows", "weights"],
+)
+def test_losses_that_layers_add_count_once_for_all_parts(loss_of):
+    build, change = adding(loss_of), in_stages(micro_batches=3)
+    several = trained(build, strategy_of(2), data=rows_of(build, ROWS), change=change)
+    one = trained(build, data=rows_of(build, ROWS))
+    check(one, several, bound_of(one[0]))
+
+
+def test_a_share_that_a_layer_adds_is_refused_in_parts():
+    build = adding(lambda found, layer: tfdp.losses.local_sum(keras.ops.sum(found**2)))
+    with pytest.raises(ConfigurationError, match="use micro_batches=1"):
+        trained(build, strategy_of(2), change=in_stages(micro_batches=2))
+
+
+def called_twice():
+    """A weight that is read twice in the second stage, and in no other."""
+    inputs, layer = keras.Input((12,)), layers.Dense(12, "tanh", name="twice")
+    hidden = layer(layer(layers.Dense(12, "tanh")(inputs)))
+    return keras.Model(inputs, layers.Dense(5)(hidden))
+
+
+def test_sums_of_several_reads_of_a_stage_are_no_suspicious_gradients():
+    """Warnings are errors."""
+    one = trained(called_twice)
+    change = in_stages(cuts=["twice"])
+    check(one, trained(called_twice, strategy_of(2), change=change), bound_of(one[0]))
+    one = trained(mlp)
+    change = lambda model: tfdp.pipeline(tfdp.remat(model))  # noqa: E731
+    check(one, trained(mlp, strategy_of(2), change=change), bound_of(one[0]))
+
+
 def synchronized():
-    layers = keras.layers
     normal = tfdp.layers.SyncBatchNormalization
     hidden = [layers.Dense(16, "tanh"), normal(), layers.Dense(16, "tanh"), normal()]
     return keras.Sequential([keras.Input((12,)), *hidden, layers.Dense(5)])
@@ -336,6 +398,7 @@ def subclassed():
         (mlp, {"stages": 3}, "2 replicas, of which 3 stages"),
         (mlp, {"cuts": ["nowhere"]}, "cuts must name 1 layers.*hidden_0, hidden_1"),
         (mlp, {"cuts": ["hidden_0"]}, "none of them the first"),
+        (mlp, {"cuts": 2}, "cuts must name 1 layers"),
         (subclassed, {}, "functional model, or of a Sequential that is built"),
         (lambda: tfdp.pipeline(mlp()), {}, "is cut already"),
         (lambda: tfdp.remat(mlp(), "segments"), {}, "is cut already"),
@@ -358,7 +421,7 @@ def test_a_strategy_that_cannot_lend_weights_is_refused():
 
 def test_a_model_that_was_trained_is_refused():
     model, _ = trained(mlp, strategy_of(2))
-    with pytest.raises(ConfigurationError, match="was used by fit"):
+    with pytest.raises(ConfigurationError, match="was used by fit.*compile=False"):
         tfdp.pipeline(model)
 
 
@@ -372,6 +435,12 @@ def test_a_model_that_was_trained_is_refused():
 def test_a_step_that_is_no_graph_of_replicas_is_refused(compiled, error, words):
     with pytest.raises(error, match=words):
         trained(mlp, strategy_of(2), change=in_stages(), **compiled)
+
+
+def test_a_noise_scale_names_the_pipeline_that_it_cannot_measure():
+    model, data = made(mlp, strategy_of(2), change=in_stages()), rows_of(mlp)
+    with pytest.raises(ConfigurationError, match="Noise.* whole sums.*tfdp.pipeline"):
+        model.fit(*data, callbacks=[tfdp.callbacks.GradientNoiseScale()], verbose=0)
 
 
 def test_an_optimizer_of_whole_matrices_is_refused():

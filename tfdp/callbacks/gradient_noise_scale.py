@@ -187,11 +187,14 @@ def _check_can_measure(model: keras.Model, name: str) -> None:
             "one replica. Train on several: tfdp.use_virtual_devices(2) splits a CPU"
         )
     elif not updates_of(optimizer).has_whole_sums:
-        name = "layout" if strategy.given.has("layout") else "shard"
-        option = "layout=" if name == "layout" else f"shard={strategy.given[name]!r}"
+        option = without = "tfdp.pipeline"
+        if strategy.given.has("layout"):
+            option = without = "layout="
+        elif strategy.given.has("shard"):
+            option, without = f"shard={strategy.given['shard']!r}", "shard="
         why = (
             f"needs whole sums of gradients, but with {option} each replica has a "
-            f"part of them. Estimate without {name}=, on a smaller model"
+            f"part of them. Estimate without {without}, on a smaller model"
         )
     elif getattr(optimizer, "accumulate_steps", 1) > 1 or any(
         leaf.gradient_accumulation_steps for leaf in innermost_optimizers(optimizer)

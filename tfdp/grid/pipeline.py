@@ -20,7 +20,13 @@ import tensorflow as tf
 from tfdp._private import functional_graphs as graphs
 from tfdp._private.first_fit import note_pipeline
 from tfdp._private.keras_layers import autocasting_as, stored_value
-from tfdp._private.keras_models import layers_within, mask_of, put_mask, state_of
+from tfdp._private.keras_models import (
+    layers_within,
+    losses_added_in,
+    mask_of,
+    put_mask,
+    state_of,
+)
 from tfdp._private.names import VariableWatcher, stop_recording
 from tfdp.checks import is_whole
 from tfdp.errors import ConfigurationError
@@ -35,9 +41,12 @@ from tfdp.grid.stages import (
 from tfdp.layers import recompute
 from tfdp.layers.segments import LayerRun, Segment, runs_between, size_of, sizes_of
 from tfdp.lint.registry import is_of_graph, register
+from tfdp.lint.values import Term, Value
 from tfdp.plan.mesh import Mesh
 from tfdp.plan.stages import stage_ends
 from tfdp.tracing.gradient_exchanges import exchanges_of_gradient
+from tfdp.tracing.loss_checks import are_values_of_rows
+from tfdp.tracing.loss_shares import Standing
 from tfdp.tracing.step import Step, current_step
 
 AnyModel = TypeVar("AnyModel", bound=keras.Model)
@@ -139,7 +148,10 @@ def _graph_of(model: Any) -> tuple[Any, list[graphs.OperationCall]]:
         raise ConfigurationError(
             f"The model {model.name!r} was used by fit, evaluate or predict, or its "
             "optimizer is built: their functions and state are for weights on each "
-            "device. Call tfdp.pipeline before; then load the weights."
+            "device. Call tfdp.pipeline before; then load the weights. A model from a "
+            "file, or a clone, has an optimizer that is built: load it with "
+            "keras.models.load_model(path, compile=False), call tfdp.pipeline, then "
+            "compile. tfdp.callbacks.Checkpoint keeps the optimizer's state."
         )
     return functional, graphs.nodes_of(functional)
 
@@ -186,7 +198,9 @@ def _ends(
         first: dict[str, int] = {}
         for place, node in enumerate(nodes):
             first.setdefault(node.operation.name, place)
-        begins = [first.get(name, 0) for name in cuts]
+        begins = []
+        if isinstance(cuts, list | tuple):
+            begins = [first.get(name, 0) for name in cuts if isinstance(name, str)]
         if len(begins) != stages - 1 or sorted({0, *begins}) != [0, *begins]:
             raise ConfigurationError(
                 f"cuts must name {stages - 1} layers in the order in which the model "
@@ -262,9 +276,13 @@ class _Pipeline:
         if self.parts == 1:
             return call.outputs_of(0, inputs)
         rows = _RowParts(inputs, self.parts)
-        return rows.joined(
-            [call.outputs_of(n, rows.part(n)) for n in range(self.parts)]
-        )
+        losses = _LossesOfParts(self.layers)
+        outputs = []
+        for n in range(self.parts):
+            outputs.append(call.outputs_of(n, rows.part(n)))
+            losses.take()
+        losses.give_whole(rows, *found)
+        return rows.joined(outputs)
 
     def values_of(self, inputs: Sequence[Any]) -> dict[int, Any]:
         """The inputs by the ids of their symbolic tensors."""
@@ -371,7 +389,8 @@ class _Call:
                     output_gradients=[gradient for _, gradient in arrived],
                 )
             self._note(place, part, found[: len(sources)])
-            return found  # type: ignore[no-any-return]
+            of_variables = found[len(sources) :]
+            return [*found[: len(sources)], *_of_loss(of_variables, layer)]
 
         recompute.record_gradient(
             outputs, [*given, *lent.values()], variables, backward
@@ -400,6 +419,23 @@ class _Call:
             self._step.of(Backward).note(key, own)
 
 
+def _of_loss(gradients: Sequence[Any], layer: Segment) -> list[Any]:
+    """Gradients of a stage's variables, as those of the loss that they are too.
+
+    The stage's own tape has stated that they are gradients of the stage's outputs,
+    unless a weight was read once: then they are known to be the owner's part.
+    """
+    stored = map(stored_value, layer.trainable_variables)
+    for gradient, variable in zip(gradients, stored, strict=False):
+        if gradient is not None and isinstance(variable, StageVariable):
+            register(gradient, Value(terms=frozenset({Term.SHARD})))
+    others = len(layer.trainable_variables)
+    return [
+        *gradients[:others],
+        *(g if g is None else tf.identity(g) for g in gradients[others:]),
+    ]
+
+
 def _spread(value: tf.Tensor, copies: int) -> list[tf.Tensor]:
     """The value for each of several readers; their gradients are added where it is."""
 
@@ -412,6 +448,50 @@ def _spread(value: tf.Tensor, copies: int) -> list[tf.Tensor]:
         return [tf.identity(value) for _ in range(copies)], gradient
 
     return list(spread(value))
+
+
+class _LossesOfParts:
+    """Losses that layers gave `add_loss` for each part, which count once for all."""
+
+    def __init__(self, layers: Sequence[keras.layers.Layer]):
+        within = {id(each): each for layer in layers for each in layers_within(layer)}
+        self._lists = list(map(losses_added_in, within.values()))
+        self._begins = list(map(len, self._lists))
+        self._taken: list[list[list[Any]]] = [[] for _ in self._lists]
+
+    def take(self) -> None:
+        """Takes the losses of a part out of the layers."""
+        for losses, begin, taken in zip(
+            self._lists, self._begins, self._taken, strict=True
+        ):
+            taken.append(list(losses[begin:]))
+            del losses[begin:]
+
+    def give_whole(self, rows: _RowParts, step: Step, rank: int) -> None:
+        """Gives layers the losses of all rows of the replica instead."""
+        for losses, taken in zip(self._lists, self._taken, strict=True):
+            for parts in zip(*taken, strict=True):
+                tensors = list(map(tf.convert_to_tensor, parts))
+                losses.append(self._whole(tensors, rows, step, rank))
+
+    def _whole(
+        self, parts: Sequence[tf.Tensor], rows: _RowParts, step: Step, rank: int
+    ) -> tf.Tensor:
+        standing = step.trace(rank).shares.standing_of(parts[0])
+        if standing is not Standing.LOCAL:
+            raise ConfigurationError(
+                "With tfdp.pipeline(micro_batches=...) a layer gives add_loss a loss "
+                "for each part of the rows: their mean, or a value for each row. It "
+                "gave the result of a Keras loss, of tfdp.losses.local_mean or of "
+                "local_sum, which is a share of the loss of the batch already. Give "
+                "the mean, keras.ops.mean(losses); or use micro_batches=1."
+            )
+        if parts[0].shape.rank != 0 and are_values_of_rows(step, rank, parts[0], ()):
+            return rows.joined([[part] for part in parts])[0]
+        shares = rows.shares_in(parts[0].dtype)
+        whole = tf.add_n([p * s for p, s in zip(parts, shares, strict=True)])
+        register(whole, parts[0])  # a mean over rows, as of each part
+        return whole
 
 
 class _RowParts:
@@ -446,6 +526,13 @@ class _RowParts:
                 put_mask(part, mask[begin:end])
             parts.append(part)
         return parts
+
+    def shares_in(self, dtype: tf.DType) -> list[Any]:
+        """The part of the replica's rows that each part has."""
+        if not self._may_be_empty:
+            return [size / sum(self._sizes) for size in self._sizes]
+        sizes = tf.cast(tf.stack(self._sizes), dtype)
+        return tf.unstack(tf.math.divide_no_nan(sizes, tf.reduce_sum(sizes)))
 
     def joined(self, outputs: Sequence[Sequence[Any]]) -> list[Any]:
         """The outputs of all rows, from those of each part."""
