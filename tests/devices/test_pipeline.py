@@ -382,6 +382,22 @@ def test_a_training_resumes_in_another_number_of_stages(tmp_path):
     assert distance < bound_of(one, "global")
 
 
+def with_a_number():
+    """Its second output has no rows."""
+    model = mlp()
+    number = keras.ops.mean(model.outputs[0])
+    return keras.Model(model.inputs, [*model.outputs, number])
+
+
+def test_an_output_without_rows():
+    model = with_a_number()
+    with strategy_of(2).scope():
+        several = tfdp.pipeline(with_a_number())
+    several.set_weights(model.get_weights())
+    x, _ = rows_of(mlp)
+    np.testing.assert_allclose(several(x)[1], model(x)[1], atol=1e-6)
+
+
 def subclassed():
     class Own(keras.Model):
         def call(self, inputs):
@@ -399,6 +415,7 @@ def subclassed():
         (mlp, {"cuts": ["nowhere"]}, "cuts must name 1 layers.*hidden_0, hidden_1"),
         (mlp, {"cuts": ["hidden_0"]}, "none of them the first"),
         (mlp, {"cuts": 2}, "cuts must name 1 layers"),
+        (with_a_number, {"micro_batches": 2}, r"of shape \(\) has no rows"),
         (subclassed, {}, "functional model, or of a Sequential that is built"),
         (lambda: tfdp.pipeline(mlp()), {}, "is cut already"),
         (lambda: tfdp.remat(mlp(), "segments"), {}, "is cut already"),

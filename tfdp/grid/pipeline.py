@@ -110,6 +110,8 @@ def pipeline(
                 f"{name} must be an integer of at least {least}. Received: {value!r}."
             )
     functional, nodes = _graph_of(model)
+    if micro_batches > 1:
+        _check_rows(functional)
     runs = runs_between(nodes, _ends(nodes, functional, stages, cuts), functional)
     if note_pipeline(runs, micro_batches):
         return model  # `tfdp plan` and `tfdp check` run a script with one device
@@ -154,6 +156,19 @@ def _graph_of(model: Any) -> tuple[Any, list[graphs.OperationCall]]:
             "compile. tfdp.callbacks.Checkpoint keeps the optimizer's state."
         )
     return functional, graphs.nodes_of(functional)
+
+
+def _check_rows(functional: Any) -> None:
+    """Refuses outputs without rows, which cannot be joined from those of parts."""
+    if all(len(symbol.shape) and not symbol.shape[0] for symbol in functional.inputs):
+        for symbol in functional.outputs:
+            if not len(symbol.shape) or symbol.shape[0]:
+                raise ConfigurationError(
+                    "tfdp.pipeline(micro_batches=...) joins the outputs of parts of "
+                    f"the rows, but the output {symbol.name!r} of shape "
+                    f"{tuple(symbol.shape)} has no rows. Use micro_batches=1, or "
+                    "compute it from an output with rows, after the model."
+                )
 
 
 def _mesh_of(strategy: Any, stages: int) -> Mesh:
@@ -235,7 +250,8 @@ def _work(operation: Any, gives: Sequence[Any]) -> float:
     size = sum(map(size_of, gives))
     if isinstance(operation, keras.layers.Embedding):
         return size
-    return size + _elements(operation) * size / max(gives[0].shape[-1] or 1, 1)
+    features = gives[0].shape[-1] if len(gives[0].shape) else 1
+    return size + _elements(operation) * size / max(features or 1, 1)
 
 
 def _weights_of(layer: keras.layers.Layer) -> list[keras.Variable]:
