@@ -389,6 +389,37 @@ def with_a_number():
     return keras.Model(model.inputs, [*model.outputs, number])
 
 
+def of_all_rows():
+    layer = tfdp.layers.AllRows(keras.layers.Dense(12))
+    return keras.Sequential([keras.Input((12,)), layers.Dense(12), layer])
+
+
+class MayAdd(layers.Layer):
+    def call(self, one, other=None):
+        return one if other is None else one + other
+
+
+def test_an_optional_input_that_is_missing():
+    def build():
+        one, other = keras.Input((12,)), keras.Input((12,), optional=True)
+        found = layers.Dense(12, "tanh")(MayAdd()(one, other))
+        return keras.Model([one, other], layers.Dense(5)(found))
+
+    model = made(build, strategy_of(2), change=in_stages())
+    x, strategy = tf.constant(rows_of(mlp)[0]), model.distribute_strategy
+
+    @tf.function
+    def gradients():
+        with tf.GradientTape() as tape:
+            loss = tfdp.losses.local_mean(tf.reduce_mean(model([x, None]) ** 2))
+        found = tape.gradient(loss, model.trainable_variables)
+        model.optimizer.apply(found, model.trainable_variables)
+        return loss
+
+    losses = strategy.run(gradients)
+    assert float(strategy.reduce("SUM", losses, None)) > 0
+
+
 def test_an_output_without_rows():
     model = with_a_number()
     with strategy_of(2).scope():
@@ -415,6 +446,7 @@ def subclassed():
         (mlp, {"cuts": ["nowhere"]}, "cuts must name 1 layers.*hidden_0, hidden_1"),
         (mlp, {"cuts": ["hidden_0"]}, "none of them the first"),
         (mlp, {"cuts": 2}, "cuts must name 1 layers"),
+        (of_all_rows, {"micro_batches": 2}, "gives it parts of them"),
         (with_a_number, {"micro_batches": 2}, r"of shape \(\) has no rows"),
         (subclassed, {}, "functional model, or of a Sequential that is built"),
         (lambda: tfdp.pipeline(mlp()), {}, "is cut already"),

@@ -39,6 +39,7 @@ from tfdp.grid.stages import (
     stage_updates_of,
 )
 from tfdp.layers import recompute
+from tfdp.layers.all_rows import AllRows
 from tfdp.layers.segments import LayerRun, Segment, runs_between, size_of, sizes_of
 from tfdp.lint.registry import is_of_graph, register
 from tfdp.lint.values import Term, Value
@@ -111,7 +112,7 @@ def pipeline(
             )
     functional, nodes = _graph_of(model)
     if micro_batches > 1:
-        _check_rows(functional)
+        _check_rows(model, functional)
     runs = runs_between(nodes, _ends(nodes, functional, stages, cuts), functional)
     if note_pipeline(runs, micro_batches):
         return model  # `tfdp plan` and `tfdp check` run a script with one device
@@ -158,8 +159,16 @@ def _graph_of(model: Any) -> tuple[Any, list[graphs.OperationCall]]:
     return functional, graphs.nodes_of(functional)
 
 
-def _check_rows(functional: Any) -> None:
-    """Refuses outputs without rows, which cannot be joined from those of parts."""
+def _check_rows(model: keras.Model, functional: Any) -> None:
+    """Refuses what parts of the rows cannot compute: outputs without rows, which are
+    not joined from those of parts, and layers that are to see all rows."""
+    for layer in layers_within(model):
+        if isinstance(layer, AllRows):
+            raise ConfigurationError(
+                f"The layer {layer.name!r} is to see the rows of all replicas, but "
+                "tfdp.pipeline(micro_batches=...) gives it parts of them. Use "
+                "micro_batches=1, and more replicas."
+            )
     if all(len(symbol.shape) and not symbol.shape[0] for symbol in functional.inputs):
         for symbol in functional.outputs:
             if not len(symbol.shape) or symbol.shape[0]:
@@ -372,12 +381,13 @@ class _Call:
     def _stage(self, place: int, part: int, given: Sequence[Any]) -> list[Any]:
         """The results of a stage for a part, computed on its owner's device."""
         run, layer, device = self._of.runs[place], self._of.layers[place], self._device
+        present = [value for value in given if value is not None]
         lent = {key: copies[part] for key, copies in self._lent[place].items()}
         with tf.device(device(place)), tf.name_scope(f"stage_{place}"):
             with tf.control_dependencies(self._before(place, part)):
                 own = list(map(recompute.copy_in_name, given))
             reads = {key: tf.identity(read) for key, read in lent.items()}
-            sources = [*own, *reads.values()]
+            sources = [*(t for t in own if t is not None), *reads.values()]
             with (
                 self._state.computing(place, reads),
                 VariableWatcher() as watcher,
@@ -409,7 +419,7 @@ class _Call:
             return [*found[: len(sources)], *_of_loss(of_variables, layer)]
 
         recompute.record_gradient(
-            outputs, [*given, *lent.values()], variables, backward
+            outputs, [*present, *lent.values()], variables, backward
         )
         return outputs
 
