@@ -458,6 +458,13 @@ def test_refused(build, given, words):
         tfdp.pipeline(build(), **given)
 
 
+def test_segments_of_a_model_in_stages_are_refused():
+    with strategy_of(2).scope():
+        model = tfdp.pipeline(mlp())
+    with pytest.raises(ConfigurationError, match="by tfdp.pipeline. Use another"):
+        tfdp.remat(model, "segments")
+
+
 def test_a_strategy_that_cannot_lend_weights_is_refused():
     with pytest.raises(ConfigurationError, match="made in the scope of a strategy"):
         tfdp.pipeline(mlp())

@@ -41,6 +41,11 @@ def is_overridden(functional: Any) -> bool:
     return is_replaced(functional, RUN)
 
 
+def overridden_for(functional: Any) -> str:
+    """Whose `run` computes the outputs, by `override_runs`; "" if Keras' own does."""
+    return getattr(getattr(functional, RUN), "_made_for", "")
+
+
 def nodes_of(functional: Any) -> list[OperationCall]:
     """The nodes in the order in which Keras runs them."""
     by_depth = functional._nodes_by_depth
@@ -71,11 +76,14 @@ def run_nodes(
 
 
 def override_runs(
-    functional: Any, run: Callable[[list[Any], Callable[[Any], Callable]], list[Any]]
+    functional: Any,
+    run: Callable[[list[Any], Callable[[Any], Callable]], list[Any]],
+    made_for: str,
 ) -> None:
     """Makes `run(inputs, operation_fn)` compute the outputs of real tensors.
 
     For symbolic tensors, or when Keras clones the model, its own code runs.
+    `made_for`: the function that was called for it, in words.
     """
     own = functional._run_through_graph
 
@@ -89,4 +97,5 @@ def override_runs(
         outputs = run(flat, operation_fn)
         return keras.tree.pack_sequence_as(functional._outputs_struct, outputs)
 
+    run_graph._made_for = made_for  # type: ignore[attr-defined]
     replace(functional, RUN, run_graph)

@@ -50,6 +50,8 @@ from tfdp.tracing.loss_checks import are_values_of_rows
 from tfdp.tracing.loss_shares import Standing
 from tfdp.tracing.step import Step, current_step
 
+PIPELINE = "tfdp.pipeline"
+
 AnyModel = TypeVar("AnyModel", bound=keras.Model)
 
 
@@ -70,7 +72,7 @@ def pipeline(
         one host; changed in place.
       stages: the number of stages, at least 2; it divides the number of replicas.
       micro_batches: in how many parts each replica's rows go through the stages, at
-        least 1. `BatchNormalization` then sees parts.
+        least 1. `BatchNormalization` then sees parts; `AllRows` is refused.
       cuts: the names of the layers that begin the second and later stages. Default:
         stages of nearly equal estimated work and weights.
 
@@ -87,7 +89,7 @@ def pipeline(
     of a group each device is idle for (P - 1) / (M + P - 1) of a step of P stages.
 
     Not saved with the model, whose files hold whole weights under their own names: call
-    it again after loading.
+    it again after loading, with `keras.models.load_model(path, compile=False)`.
 
     ```python
     import keras
@@ -124,7 +126,7 @@ def pipeline(
         moved.update(map(id, weights))
         shards.move(weights, mesh, owner)
     made = _Pipeline(functional, nodes, runs, shards, mesh, micro_batches)
-    graphs.override_runs(functional, made.run)
+    graphs.override_runs(functional, made.run, PIPELINE)
     return model
 
 

@@ -20,6 +20,7 @@ from tfdp.errors import ConfigurationError
 Twice = Callable[[keras.layers.Layer, Callable], Callable]
 # Assumed for dimensions, other than the first, that depend on the batch.
 UNKNOWN_LENGTH = 128
+SEGMENTS = "tfdp.remat(policy='segments')"
 # Tries this many limits of the segment size, each STEP times the one before.
 TRIED, STEP = 24, 0.8
 
@@ -31,7 +32,13 @@ def cut_in_segments(model: keras.Model, twice: Twice) -> None:
     of a layer and its call.
     """
     functional = _innermost(model)
-    if graphs.is_overridden(functional):
+    of = graphs.overridden_for(functional)
+    if of not in ("", SEGMENTS):
+        raise ConfigurationError(
+            f"The graph of {model.name!r} is cut already, by {of}. Use another policy "
+            "of tfdp.remat, such as 'each'."
+        )
+    if of:
         return
     nodes = graphs.nodes_of(functional)
     if not nodes:
@@ -48,7 +55,7 @@ def cut_in_segments(model: keras.Model, twice: Twice) -> None:
                 values[id(symbol)] = value
         return [values[id(symbol)] for symbol in functional.outputs]
 
-    graphs.override_runs(functional, run)
+    graphs.override_runs(functional, run, SEGMENTS)
 
 
 def cuts_of(costs: Sequence[float], kept: Sequence[float]) -> list[int]:
