@@ -42,7 +42,7 @@ def is_overridden(functional: Any) -> bool:
 
 
 def overridden_for(functional: Any) -> str:
-    """Whose `run` computes the outputs, by `override_runs`; "" if Keras' own does."""
+    """The function that `override_runs` was called for; "" if it was not."""
     return getattr(getattr(functional, RUN), "_made_for", "")
 
 
