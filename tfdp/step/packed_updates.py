@@ -185,7 +185,9 @@ def _pack(optimizer: Optimizer, is_dense: set[int]) -> None:
         of_weight = [own[place] for own in states.values()]
         why_not = _why_not([weight, *of_weight], optimizer, id(weight) in is_dense)
         if why_not:
-            found.alone.setdefault(why_not, []).append(weight.path)
+            # Of a variable of TensorFlow's that a program gave to the optimizer.
+            path = getattr(weight, "path", None) or weight.name
+            found.alone.setdefault(why_not, []).append(path)
             continue
         types = tuple(one.value.dtype for one in (weight, *of_weight))
         is_large = _bytes_of(weight.value) > LARGEST_BYTES
