@@ -145,4 +145,4 @@ def run(options: argparse.Namespace) -> int:
 if __name__ == "__main__":
     parser = make_parser(__doc__, repeats=1)
     parser.add_argument("--data", required=True, help="mnist.npz of Keras")
-    run_script(parser, run, lambda asked: None)
+    run_script(parser, run)

@@ -62,6 +62,17 @@ def _node_of(node: Any) -> OperationCall:
     )
 
 
+def values_of(functional: Any, inputs: Iterable[Any]) -> dict[int, Any]:
+    """The inputs of a call by the ids of their symbolic tensors."""
+    pairs = zip(functional.inputs, inputs, strict=True)
+    return {id(symbol): value for symbol, value in pairs}
+
+
+def outputs_in(functional: Any, values: dict[int, Any]) -> list[Any]:
+    """The outputs among such values."""
+    return [values[id(symbol)] for symbol in functional.outputs]
+
+
 def run_nodes(
     nodes: Iterable[OperationCall],
     values: dict[int, Any],

@@ -287,7 +287,7 @@ class _Pipeline:
         mesh: Mesh,
         micro_batches: int,
     ):
-        self._functional, self._nodes, self.runs = functional, nodes, runs
+        self.functional, self._nodes, self.runs = functional, nodes, runs
         self.shards, self.parts = shards, micro_batches
         self.groups = mesh.groups(["stage"])
         self.layers = [Segment(run) for run in runs]
@@ -296,9 +296,9 @@ class _Pipeline:
         """The model's outputs: Keras' `_run_through_graph`."""
         found = self._in_step(inputs)
         if found is None:  # outside of replicas the whole model is on one device
-            values = self.values_of(inputs)
+            values = graphs.values_of(self.functional, inputs)
             graphs.run_nodes(self._nodes, values, operation_fn)
-            return self.outputs_in(values)
+            return graphs.outputs_in(self.functional, values)
         call = _Call(self, *found, operation_fn)
         if self.parts == 1:
             return call.outputs_of(0, inputs)
@@ -310,15 +310,6 @@ class _Pipeline:
             losses.take()
         losses.give_whole(rows, *found)
         return rows.joined(outputs)
-
-    def values_of(self, inputs: Sequence[Any]) -> dict[int, Any]:
-        """The inputs by the ids of their symbolic tensors."""
-        pairs = zip(self._functional.inputs, inputs, strict=True)
-        return {id(symbol): value for symbol, value in pairs}
-
-    def outputs_in(self, values: dict[int, Any]) -> list[Any]:
-        """The outputs among such values."""
-        return [values[id(symbol)] for symbol in self._functional.outputs]
 
     def _in_step(self, inputs: Sequence[Any]) -> tuple[Step, int] | None:
         """The step and the calling replica, where replicas can exchange."""
@@ -336,10 +327,8 @@ class _Call:
         self, pipeline: _Pipeline, step: Step, rank: int, operation_fn: Callable
     ):
         self._of, self._step, self._rank = pipeline, step, rank
-        self._operation_fn, self._state = (
-            operation_fn,
-            step.trace(rank).of(StageOfReplica),
-        )
+        self._operation_fn = operation_fn
+        self._state = step.trace(rank).of(StageOfReplica)
         self._members = pipeline.groups.of(rank)
         #: How many exchanges of others than stages the replica has built so far.
         self._others = self._transport.order.built[rank] - self._state.exchanges
@@ -372,13 +361,13 @@ class _Call:
 
     def outputs_of(self, part: int, inputs: Sequence[Any]) -> list[Any]:
         """The outputs for a part of the replica's rows."""
-        values = self._of.values_of(inputs)
+        values = graphs.values_of(self._of.functional, inputs)
         for place, run in enumerate(self._of.runs):
             given = [recompute.as_read(values[id(symbol)]) for symbol in run.takes]
             made = self._stage(place, part, given)
             pairs = zip(run.gives, made, strict=True)
             values.update((id(symbol), value) for symbol, value in pairs)
-        return self._of.outputs_in(values)
+        return graphs.outputs_in(self._of.functional, values)
 
     def _stage(self, place: int, part: int, given: Sequence[Any]) -> list[Any]:
         """The results of a stage for a part, computed on its owner's device."""

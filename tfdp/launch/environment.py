@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tfdp.cluster.progress import RESTARTS
+from tfdp.strategies.quiet import LEVEL, LEVEL_OF_LAUNCHER
 
-LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
-#: Tells `tfdp.quiet` that the level is the launcher's, and not the user's.
-LEVEL_OF_LAUNCHER = "TFDP_LOG_LEVEL_OF_LAUNCHER"
 # Python would buffer the last lines of output to a pipe.
 UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
 
@@ -61,7 +59,7 @@ def local_environment(
     if rank > 0:
         # All workers print the same greeting of TensorFlow; warnings still appear.
         # `tfdp.quiet()` hides those, too, unless the user has set the level.
-        defaults[LOG_LEVEL] = "1"
-        if LOG_LEVEL not in environment:
+        defaults[LEVEL] = "1"
+        if LEVEL not in environment:
             defaults[LEVEL_OF_LAUNCHER] = "1"
     return {**defaults, **environment, **variables}

@@ -47,13 +47,13 @@ def cut_in_segments(model: keras.Model, twice: Twice) -> None:
     calls = [twice(Segment(segment), segment.run) for segment in segments]
 
     def run(inputs: list[Any], operation_fn: Callable) -> list[Any]:
-        values = {id(t): v for t, v in zip(functional.inputs, inputs, strict=True)}
+        values = graphs.values_of(functional, inputs)
         for segment, call in zip(segments, calls, strict=True):
             given = [values[id(symbol)] for symbol in segment.takes]
             made = call(given, operation_fn)
             for symbol, value in zip(segment.gives, made, strict=True):
                 values[id(symbol)] = value
-        return [values[id(symbol)] for symbol in functional.outputs]
+        return graphs.outputs_in(functional, values)
 
     graphs.override_runs(functional, run, SEGMENTS)
 

@@ -51,7 +51,6 @@ PACKABLE = ("SGD", "Adam", "Adamax", "Nadam", "Lion")
 # The same, and those of which only the last bits differ. Ftrl also reads the weight.
 COMPILABLE = (*PACKABLE, "RMSprop", "Adagrad", "Adadelta")
 PACKS, FUSED = "_tfdp_packs", "_tfdp_fused"
-UPDATE_STEP = "update_step"
 
 
 @dataclasses.dataclass
@@ -118,7 +117,9 @@ def is_packable(optimizer: Optimizer) -> bool:
     kind = hooks.elementwise_of_keras(optimizer)
     names = hooks.AFTER_ACCUMULATION
     has_hook = any(hooks.is_own(optimizer, name) for name in names)
-    is_set = any(hooks.is_set_by_user(optimizer, one) for one in (*names, UPDATE_STEP))
+    is_set = any(
+        hooks.is_set_by_user(optimizer, one) for one in (*names, "update_step")
+    )
     is_known = kind in (COMPILABLE if is_fused(optimizer) else PACKABLE)
     return is_known and not has_hook and not is_set
 
@@ -164,7 +165,8 @@ def pack_state(
         if found is not vars(optimizer).get(PACKS):
             note_on(optimizer, PACKS, found)
             if is_packable(optimizer):
-                call_before_step(functools.partial(_pack, optimizer, is_dense))
+                packing = functools.partial(_pack, optimizer, is_dense, found)
+                call_before_step(packing)
         if is_fused(optimizer) and not found.packs:
             how = " ".join(packs_in_words([optimizer])) or "by a method of its own"
             raise ConfigurationError(
@@ -174,10 +176,9 @@ def pack_state(
             )
 
 
-def _pack(optimizer: Optimizer, is_dense: set[int]) -> None:
-    weights = hooks.variables_built_with(optimizer)
+def _pack(optimizer: Optimizer, is_dense: set[int], found: Packs) -> None:
+    weights = found.built_with
     states = hooks.states_of_updates(optimizer, len(weights))
-    found = packs_of(optimizer)
     # Of a type all packs, and the bytes of the last one.
     by_type: dict[Any, list[list[int]]] = {}
     last_bytes: collections.Counter[Any] = collections.Counter()
@@ -207,7 +208,8 @@ def _pack(optimizer: Optimizer, is_dense: set[int]) -> None:
             }
             found.packs.append(_Pack([one.value for one in own], flats))
         else:
-            found.alone["too few for a pack"] = [one.path for one in own]
+            few = found.alone.setdefault("too few for a pack", [])
+            few += [one.path for one in own]
 
 
 def _bytes_of(value: Any) -> int:
@@ -292,21 +294,14 @@ def _update_pack(
     if not is_fused(optimizer):
         update_step(target, learning_rate)
     elif len(parts) == 1:
-        _compiled(functools.partial(update_step, target, learning_rate))
+        # A function of its own in each replica: it captures the replica's copies.
+        compiled_by_xla(lambda: update_step(target, learning_rate))()
     else:
         change = _Change(target.dtype)
-        by = _compiled(lambda: change.made_by(update_step, learning_rate))
-        change.apply(target, by)
+        made = compiled_by_xla(lambda: change.made_by(update_step, learning_rate))
+        change.apply(target, made())
     for weight in packed.weights:
         weight.note_update()
-
-
-def _compiled(update: Callable[[], Any]) -> Any:
-    """The result of `update`, whose operations XLA makes one.
-
-    A function of its own in each replica: its captures are the replica's copies.
-    """
-    return compiled_by_xla(update)()
 
 
 def _shaped(tensor: tf.Tensor, shape: Any) -> tf.Tensor:

@@ -20,7 +20,7 @@ from tfdp.errors import TooLateWarning
 
 STDERR_DESCRIPTOR = 2
 LEVEL = "TF_CPP_MIN_LOG_LEVEL"
-#: As in `tfdp.launch.environment`: the level is the launcher's, and not the user's.
+#: Set by `tfdp launch`: the level is the launcher's, and not the user's.
 LEVEL_OF_LAUNCHER = "TFDP_LOG_LEVEL_OF_LAUNCHER"
 # TensorFlow's level 2: no information and warnings, only errors.
 ERRORS_ONLY = "2"
