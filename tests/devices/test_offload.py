@@ -10,7 +10,6 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from tensorflow.python.eager import context
 
 import tfdp
 from tests.support.parity import (
@@ -19,6 +18,7 @@ from tests.support.parity import (
     largest_difference,
     train,
 )
+from tests.support.run_graphs import run_graphs
 from tests.support.slow_rows import covering
 from tfdp.errors import ConfigurationError
 
@@ -129,14 +129,8 @@ def is_number(node, nodes):
 
 def transfers(fit):
     """By (from, to): the tensors that a step sends, but for single numbers it reads."""
-    context.enable_run_metadata()
-    try:
-        fit()
-        metadata = context.export_run_metadata()
-    finally:
-        context.disable_run_metadata()
     sent = {}
-    for graph in (g for f in metadata.function_graphs for g in f.partition_graphs):
+    for graph in run_graphs(fit):
         nodes = {node.name: node for node in graph.node}
         sends = [node for node in graph.node if node.op == "_Send"]
         for send in sends:

@@ -7,13 +7,13 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from tensorflow.python.eager import context
 
 import tfdp
 from tests.support import pipelines
 from tests.support.fresh_python import run_python
 from tests.support.parity import largest_distance, rounding_bound
 from tests.support.pipelines import bytes_at, made, mlp, rows_of, strategy_of, trained
+from tests.support.run_graphs import run_graphs
 from tests.support.slow_rows import made as rows_wanted
 from tfdp._private.step_trace import StepTrace
 from tfdp.errors import CollectiveError, ConfigurationError
@@ -293,11 +293,9 @@ def test_every_operation_of_a_stage_is_on_its_owners_device():
     """Forward and backward, also of rows of other replicas: 100 %."""
     model = made(equal_layers, strategy_of(4), change=in_stages(2), loss="mse")
     x = np.ones((16, 12), "float32")
-    context.context().enable_graph_collection()
-    model.fit(x, x, batch_size=16, verbose=0)
-    graphs = context.context().export_run_metadata().function_graphs
+    graphs = run_graphs(lambda: model.fit(x, x, batch_size=16, verbose=0))
     placed = collections.Counter()
-    for node in (n for g in graphs for part in g.partition_graphs for n in part.node):
+    for node in (node for graph in graphs for node in graph.node):
         found = place_of(node.name)
         if found and node.op not in ("Const", "_Send", "_Recv", "NoOp"):
             stage, replica, is_backward = found

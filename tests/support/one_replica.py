@@ -13,9 +13,9 @@ import sys
 import keras
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.eager import context
 
 import tfdp
+from tests.support.run_graphs import run_graphs
 
 ROWS, BATCH, CLASSES = 19, 8, 3  # the last batch has three rows
 
@@ -76,11 +76,9 @@ def operations_of(model):
     """By type, in the largest graph that TensorFlow's optimizer leaves to be run."""
     x, y = rows_of(model)
     batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH).repeat()
-    context.context().enable_graph_collection()
-    model.fit(batches, steps_per_epoch=2, verbose=0)
-    graphs = context.context().export_run_metadata().function_graphs
-    run = [[node.op for node in one.node] for g in graphs for one in g.partition_graphs]
-    return collections.Counter(max(run, key=len))
+    graphs = run_graphs(lambda: model.fit(batches, steps_per_epoch=2, verbose=0))
+    operations = ([node.op for node in graph.node] for graph in graphs)
+    return collections.Counter(max(operations, key=len))
 
 
 if __name__ == "__main__":
