@@ -249,6 +249,16 @@ def moved_by(i, v):
     )
 
 
+@functools.cache
+def words_table():
+    """A table of values by number, as preprocessing layers have them by word."""
+    with tf.init_scope():
+        pairs = tf.lookup.KeyValueTensorInitializer(
+            tf.range(9), tf.linspace(0.0, 1.0, 9)
+        )
+        return tf.lookup.StaticHashTable(pairs, -1.0)
+
+
 def every_function(x, y):
     """The sum of all functions that `RULES` calls elementwise, of numbers in (0, 1)."""
     x, y, results = 0.1 + 0.8 * tf.sigmoid(x), 0.1 + 0.8 * tf.sigmoid(y), []

@@ -573,6 +573,15 @@ ROWS@0: tf.bitwise.bitwise_or(tf.bitwise.bitwise_and(k, 5), tf.bitwise.bitwise_x
     3))
 ROWS@0: tf.raw_ops.Bucketize(input=x, boundaries=[0.0]) + tf.raw_ops.Mod(x=k, y=3)[:,
     None]
+ROWS@0: tf.strings.to_number(tf.strings.join([tf.as_string(k), "0"]))
+ROWS@0: tf.strings.to_hash_bucket_fast(tf.strings.lower(tf.as_string(k)), 7)
+ROWS@0: tf.strings.length(tf.strings.regex_replace(tf.strings.substr(tf.as_string(k),
+    0, 1), "1", "ab"))
+ROWS@0: tf.strings.to_hash_bucket_strong(tf.strings.upper(tf.strings.strip(
+    tf.as_string(k))), 7, key=[1, 2])
+ROWS@0: tf.strings.length(tf.strings.regex_replace(tf.as_string(k),
+    tf.as_string(tf.constant(1)), "ab"))
+ROWS@0: words_table().lookup(k)
 ROWS@0: tf.quantization.fake_quant_with_min_max_args(x)
 ROWS@0: tf.quantization.fake_quant_with_min_max_vars(x, -6.0, 6.0)
 ROWS@0: tf.quantization.quantize_and_dequantize_v2(x, -6.0, 6.0, range_given=True)

@@ -236,6 +236,14 @@ RULES: dict[str, Rule] = {
         "QuantizeAndDequantizeV4 Zeta",
         lambda node: function(node),
     ),
+    # The same of strings.
+    **words(
+        "AsString RegexReplace StaticRegexReplace StringJoin StringLength StringLower "
+        "StringStrip StringToHashBucketFast StringToHashBucketStrong StringToNumber "
+        "StringUpper Substr",
+        lambda node: function(node),
+    ),
+    "LookupTableFindV2": lambda node: by_rows(node, linear=False, place=1),
     "Sign": sign,
     **words("IsFinite IsInf IsNan", check),
     **words("Select SelectV2", select),
