@@ -30,7 +30,7 @@ from tests.support.parity_faults import (
     rows,
     sgd,
 )
-from tfdp.errors import ParityError
+from tfdp.errors import LocalMeanWarning, ParityError
 from tfdp.testing import check_parity
 from tfdp.tools.testing import comparison, stages
 from tfdp.tools.testing.causes import COMBINATIONS, SEPARABLE
@@ -440,3 +440,86 @@ def test_a_check_prints_what_it_does(monkeypatch, capfd):
         re.fullmatch(r"tfdp check: \d+ s: trains on one device", x) for x in lines
     )
     assert any("measures rounding on one device (3 of 3)" in line for line in lines)
+
+
+def test_accumulated_gradients_are_trained_until_they_update():
+    def build():
+        model = keras.Sequential([keras.layers.Dense(5)])
+        optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=3)
+        model.compile(optimizer, "mse")
+        return model
+
+    data = np.ones((8, 3), "float32"), np.ones((8, 5), "float32")
+    report = check_parity(build, data, 2, steps=2, batch_size=8)
+    assert report.ok and report.steps == 6, str(report)
+    assert "3 steps for an update" in report.notes[0]
+
+
+def smooth_dice(y, p):
+    return 1 - (2 * tf.reduce_sum(y * p) + 1) / (tf.reduce_sum(y + p) + 1)
+
+
+class OwnDice(keras.Model):
+    """Its constant makes the Dice of equal halves another than that of the whole."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = smooth_dice(y, self(x, training=True))
+        weights = self.trainable_variables
+        self.optimizer.apply_gradients(
+            zip(tape.gradient(loss, weights), weights, strict=True)
+        )
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("is_own_step", [False, True])
+def test_a_loss_that_equal_rows_do_not_show_is_named(is_own_step):
+    def build():
+        inputs = keras.Input((3,))
+        outputs = keras.layers.Dense(2, "sigmoid")(inputs)
+        model = (OwnDice if is_own_step else keras.Model)(inputs, outputs)
+        loss = None if is_own_step else smooth_dice
+        model.compile(keras.optimizers.SGD(0.1), loss)
+        return model
+
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(8, 3)).astype("float32")
+    y = (rng.uniform(size=(8, 2)) > 0.5).astype("float32")
+    with pytest.warns(LocalMeanWarning) as told:
+        report = check_parity(build, (x, y), 2, steps=2, batch_size=8)
+    assert len(told) == 1  # experiments do not repeat it
+    [found] = report.causes
+    if is_own_step:
+        assert found.cause == "told by a warning" and "tfdp.losses" in found.instead
+        assert "LocalMeanWarning says: In a step of model" in found.why
+    else:
+        assert found.cause == "rows of a batch depend on each other"
+        assert "on_all_rows(model)" in found.evidence
+
+
+def test_drawn_rows_differ_and_a_batch_normalization_of_them_tells():
+    """Of equal rows it would be nothing but rounding."""
+
+    class OfNoise(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.norm = keras.layers.BatchNormalization()
+            self.dense = keras.layers.Dense(5)
+            self.seed = keras.random.SeedGenerator(3)
+
+        def call(self, x, training=None):
+            shape = (keras.ops.shape(x)[0], 4)
+            noise = self.dense(keras.random.normal(shape, seed=self.seed))
+            return x + self.norm(noise, training=training)
+
+    def build():
+        model = keras.Sequential([keras.layers.Dense(5), OfNoise()])
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+        return model
+
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(16, 3)).astype("float32")
+    report = check_parity(build, (x, rng.normal(size=(16, 5))), 2, batch_size=16)
+    assert report.ok, str(report)
+    assert all(row.tells for row in report.rows if row.path.endswith("kernel"))

@@ -16,6 +16,7 @@ from tfdp.tools.testing.causes import (
     COMBINATIONS,
     FROM_FACTS,
     SEPARABLE,
+    TOLD,
     TOO_LITTLE_MOVEMENT,
     UNKNOWN,
 )
@@ -52,6 +53,16 @@ DRAWS = dataclasses.replace(FINDING, cause=HIDDEN_BY_DRAWS)
 
 def report(*rows, **fields):
     return ParityReport("m", "Mirrored", 2, 2, (8, 5), 0, tuple(rows), **fields)
+
+
+def test_frozen_variables_are_counted_in_one_line():
+    frozen = dataclasses.replace(STILL, path="base/kernel", trainable=False)
+    text = str(report(ROW, frozen, frozen))
+    assert "base/kernel" not in text and "HOLDS: all 3 variables" in text
+    assert "\n2 more, which are not trained, keep their values\n" in text
+    # One that changes on a replica, or does not move though it should, has its row.
+    moved = dataclasses.replace(frozen, largest_difference=0.1, first_step_over=1)
+    assert "base/kernel" in str(report(ROW, moved)) and STILL.path in str(report(STILL))
 
 
 def test_batch_normalization_alone_is_intended():
@@ -202,12 +213,13 @@ FACTS = CauseFacts(
     half_precision=True,
     finite_on_one_device=False,
     finite_on_replicas=False,
+    told="In a step of model 'm' rows meet",
     moved_enough=False,
 )
 INNOCENT = CauseFacts(replicas=3, batch_rows=(6, 9), optimizer="SGD")
 CAUSES = {
     cause.name: cause
-    for cause in (*FROM_FACTS, *SEPARABLE, *sum(COMBINATIONS, ()), UNKNOWN)
+    for cause in (*FROM_FACTS, *SEPARABLE, *sum(COMBINATIONS, ()), TOLD, UNKNOWN)
 }
 
 

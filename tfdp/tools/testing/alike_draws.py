@@ -1,13 +1,16 @@
-"""Draws that are the same for each row, so that N replicas draw as one device.
+"""Draws that repeat after a few rows, so that N replicas draw as one device.
 
 Each replica draws for its own rows, by design from numbers of its own. While a model is
-compared, `keras.random` draws one row and repeats it: the noise of a VAE, the times of
-a diffusion, the dropout of a layer that is built late. A wrong step still shows.
+compared, `keras.random` draws the rows of a period and repeats them: the noise of a
+VAE, the times of a diffusion. If each replica's rows are whole periods, row i gets the
+same numbers on a replica and on one device. The rows of a period differ, since a batch
+normalization of equal rows is nothing but rounding. A wrong step still shows.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,34 +31,60 @@ OF_TENSORFLOW = {
 }
 
 
+@dataclasses.dataclass
+class Draws:
+    """What was drawn.
+
+    Args:
+      period: rows after which draws repeat, at least 1.
+      has_drawn: whether rows of a batch may have got numbers of their own.
+    """
+
+    period: int
+    has_drawn: bool = False
+
+    def repeated(self, shape: tf.Tensor, draw: Callable[[Any], Any]) -> Any:
+        """Values of `shape`, of rank 1 or more; `draw` makes those of a shape."""
+        self.has_drawn = True
+        drawn = draw(tf.concat([[self.period], shape[1:]], 0))
+        times = tf.concat([[shape[0] // self.period + 1], tf.ones_like(shape[1:])], 0)
+        # The broadcast keeps a static shape.
+        return tf.broadcast_to(tf.tile(drawn, times)[: shape[0]], shape)
+
+
 @contextlib.contextmanager
-def alike_draws() -> Iterator[None]:
+def alike_draws(period: int) -> Iterator[Draws]:
     """Makes `keras.random`, and the common functions of `tf.random`, draw the same
-    numbers for each row, within the context."""
+    numbers again after `period` rows, within the context."""
+    draws = Draws(period)
     with contextlib.ExitStack() as stack:
         for name in OF_SHAPE:
-            stack.enter_context(class_attribute(KERAS_RANDOM, name, _of_shape))
+            made = functools.partial(_of_shape, draws)
+            stack.enter_context(class_attribute(KERAS_RANDOM, name, made))
         for name in OF_TENSORFLOW:
-            made = functools.partial(_of_tensorflow, name)
+            made = functools.partial(_of_tensorflow, draws, name)
             stack.enter_context(class_attribute(TENSORFLOW_RANDOM, name, made))
         stack.enter_context(class_attribute(KERAS_RANDOM, "dropout", _dropout))
         stack.enter_context(class_attribute(KERAS_RANDOM, "categorical", _categorical))
-        yield
+        yield draws
 
 
-def _of_shape(original: Callable[..., Any]) -> Callable[..., Any]:
+def _of_shape(draws: Draws, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def draw(shape: Any, *args: Any, seed: Any = None, **kwargs: Any) -> Any:
         whole = tf.convert_to_tensor(shape, tf.int32)
         if not whole.shape[0]:  # a number
             return original(shape, *args, seed=SEED, **kwargs)
-        one_row = tf.concat([[1], whole[1:]], 0)
-        return tf.broadcast_to(original(one_row, *args, seed=SEED, **kwargs), whole)
+        return draws.repeated(
+            whole, lambda part: original(part, *args, seed=SEED, **kwargs)
+        )
 
     return draw
 
 
-def _of_tensorflow(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _of_tensorflow(
+    draws: Draws, name: str, original: Callable[..., Any]
+) -> Callable[..., Any]:
     stateless = getattr(tf.random, f"stateless_{name}")
 
     @functools.wraps(original)
@@ -64,8 +93,7 @@ def _of_tensorflow(name: str, original: Callable[..., Any]) -> Callable[..., Any
         whole = tf.convert_to_tensor(shape, tf.int32)
         if not whole.shape[0]:
             return stateless(shape, [SEED, 0], **given)
-        one_row = tf.concat([[1], whole[1:]], 0)
-        return tf.broadcast_to(stateless(one_row, [SEED, 0], **given), whole)
+        return draws.repeated(whole, lambda part: stateless(part, [SEED, 0], **given))
 
     return draw
 

@@ -7,6 +7,7 @@ first axis is the rows.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -39,6 +40,8 @@ def collect_batches(data: Any, steps: int, batch_size: int) -> tuple[Batch, ...]
     """
     if isinstance(data, tuple):
         whole = _as_batch(data)
+        if len(whole) == 1 and not isinstance(whole[0], tuple):
+            [whole] = whole  # as `fit(x)`: a step gets the array, not a tuple
         found = _split(whole, row_count(whole), steps, batch_size)
     elif isinstance(data, tf.data.Dataset):
         found = [_as_batch(batch) for batch in data.take(steps)]
@@ -69,6 +72,22 @@ def take_rows(batch: Batch, rows: Sequence[int] | np.ndarray) -> Batch:
     """The rows with these indices, in this order."""
     indices = np.asarray(rows, dtype=np.int64)
     return tf.nest.map_structure(lambda leaf: _take(leaf, indices), batch)
+
+
+def period_of(batches: Sequence[Batch], replicas: int) -> int:
+    """The largest number of rows of which every replica has a multiple, of each batch;
+    1 if replicas have unequal parts."""
+    counts = [row_count(batch) for batch in batches]
+    shares = [count // replicas if count % replicas == 0 else 1 for count in counts]
+    return math.gcd(*shares)
+
+
+def permute_rows(batch: Batch, period: int, generator: np.random.Generator) -> Batch:
+    """The rows in another order, in which row i moves by a multiple of `period`."""
+    order = np.arange(row_count(batch))
+    for first in range(min(period, len(order))):
+        order[first::period] = generator.permutation(order[first::period])
+    return take_rows(batch, order)
 
 
 def trim_to_multiple(batches: Sequence[Batch], replicas: int) -> tuple[Batch, ...]:

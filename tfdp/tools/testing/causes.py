@@ -195,11 +195,19 @@ _COUPLED_ROWS = Cause(
     "values of tfdp.losses.all_rows meet labels that number a replica's own rows.",
     instead="Compute losses and metrics on the rows of all replicas "
     "(tfdp.losses.on_all_rows(model)), and such a layer, too "
-    "(tfdp.layers.AllRows(layer)); or gather or sum there (tfdp.losses.all_rows, "
-    "tfdp.losses.all_sum), with labels by tfdp.losses.own_rows(labels of all, x); or "
-    "accept statistics per replica.",
+    "(tfdp.layers.AllRows(layer)). In your own train_step gather first: loss = "
+    "tfdp.losses.local_mean(loss_of(tfdp.losses.all_rows(outputs))), or sum a number "
+    "(tfdp.losses.all_sum); labels of a replica's rows are tfdp.losses.own_rows(labels "
+    "of all, x). Or accept statistics per replica.",
     change="same_rows",
     evidence="holds when every replica gets the same rows",
+)
+# A sum with a constant (the smoothing of a Dice loss) differs for equal rows, too.
+_LOSS_OF_ALL_ROWS = dataclasses.replace(
+    _COUPLED_ROWS,
+    change="all_rows",
+    evidence="holds with losses on the rows of all replicas "
+    "(tfdp.losses.on_all_rows(model))",
 )
 
 # Tried in this order, on top of the separable changes that apply.
@@ -209,8 +217,17 @@ COMBINATIONS: tuple[tuple[Cause, ...], ...] = (
     (_DIVIDED_TWICE,),
     (_OPTIMIZER,),
     (_COUPLED_ROWS,),
+    (_LOSS_OF_ALL_ROWS,),
     (_SUM_OF_MEANS, _MEANS_OF_MEANS),
     (_SUM_OF_MEANS, _COUPLED_ROWS),
+)
+
+# The analysis of the step sees what no experiment shows: a sum with a constant.
+TOLD = Cause(
+    name="told by a warning",
+    where=lambda facts: () if facts.told else None,
+    why="No experiment explains the difference, but a LocalMeanWarning says: {told}.",
+    instead="{told_instead}",
 )
 
 UNKNOWN = Cause(

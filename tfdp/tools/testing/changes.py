@@ -9,6 +9,7 @@ from typing import Any
 import keras
 
 from tfdp.layers import SyncBatchNormalization
+from tfdp.losses import on_all_rows
 from tfdp.step.find_optimizers import optimizers_of
 from tfdp.tools.testing.batches import repeat_first_share, trim_to_multiple
 from tfdp.tools.testing.model_parts import HALF_PRECISION, inner_optimizers, layers_of
@@ -78,6 +79,10 @@ def _compute_in_float32(model: keras.Model, replicas: int) -> None:
             layer.dtype_policy = keras.DTypePolicy("float32")
 
 
+def _take_all_rows(model: keras.Model, replicas: int) -> None:
+    on_all_rows(model)
+
+
 def _plain_sgd(scale: Callable[[int], float]) -> ModelChange:
     def change(model: keras.Model, replicas: int) -> None:
         rate = LEARNING_RATE
@@ -95,6 +100,7 @@ CHANGES: dict[str, Callable[[CheckedTraining], CheckedTraining]] = {
     "freeze_synchronized_batch_norm": _model_change(_freeze),
     "compute_in_float32": _model_change(_compute_in_float32),
     "same_rows": _batch_change(repeat_first_share),
+    "all_rows": _model_change(_take_all_rows),
     "sgd": _model_change(_plain_sgd(lambda replicas: 1.0)),
     "sgd_divided": _model_change(_plain_sgd(lambda replicas: 1.0 / replicas)),
     "sgd_multiplied": _model_change(_plain_sgd(lambda replicas: float(replicas))),

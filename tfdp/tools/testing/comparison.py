@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -12,9 +15,10 @@ import numpy as np
 import tensorflow as tf
 from keras.optimizers import LossScaleOptimizer
 
-from tfdp.errors import ConfigurationError
+from tfdp.errors import ConfigurationError, LocalMeanWarning
+from tfdp.step.find_optimizers import optimizers_of
 from tfdp.tools.testing import rounding
-from tfdp.tools.testing.batches import Batch, row_count, take_rows
+from tfdp.tools.testing.batches import Batch, permute_rows, row_count
 from tfdp.tools.testing.model_parts import (
     HALF_PRECISION,
     compute_round_off,
@@ -43,6 +47,7 @@ class Comparison:
     loss_one_device: float | None
     loss_replicas: float | None
     error: Exception | None = None
+    told: tuple[str, ...] = ()  # what tfdp warned of in a step of the replicas
 
     @property
     def ok(self) -> bool:
@@ -59,6 +64,15 @@ class Comparison:
         """Whether a layer computes in half precision."""
         dtypes = {layer.compute_dtype for layer in layers_of(self.model)}
         return not dtypes.isdisjoint(HALF_PRECISION)
+
+    @property
+    def accumulated_steps(self) -> int:
+        """The steps after which every optimizer has updated its weights."""
+        optimizers = [
+            each for one in optimizers_of(self.model) for each in inner_optimizers(one)
+        ]
+        counts = (getattr(x, "gradient_accumulation_steps", 1) for x in optimizers)
+        return max(count or 1 for count in counts)
 
     def lost_movement(self, exact: Comparison) -> tuple[str, ...]:
         """The weights that move less than 4/5 as far on one device as in `exact`, in
@@ -111,15 +125,17 @@ def compare(setting: CheckedTraining) -> Comparison:
         for name, states in states_before.items()
         if not all(map(np.array_equal, states, states_after[name]))
     ]
-    spreads = _twin_spreads(setting, one, start, reference, permute=not drawing)
+    period = (one.period if one.has_drawn else 1) if not drawing else None
+    spreads = _twin_spreads(setting, one, start, reference, period=period)
     distances = _Distances(reference)
-    loss_several = None
+    loss_several, told = None, list[str]()
     if several is not None:
         # Keeps the learning rate, which an experiment may have changed.
         begin_stage("trains on the replicas")
         several.load(start, rates=False)
         try:
-            loss_several = several.train(setting.batches, distances.note)
+            with _noting_warnings(told):
+                loss_several = several.train(setting.batches, distances.note)
         except Exception as raised:
             error = raised
     bounds = _bounds(setting, one.model, reference, spreads)
@@ -134,7 +150,21 @@ def compare(setting: CheckedTraining) -> Comparison:
         loss_one_device=loss_one,
         loss_replicas=loss_several,
         error=error,
+        told=tuple(told),
     )
+
+
+@contextlib.contextmanager
+def _noting_warnings(told: list[str]) -> Iterator[None]:
+    """Notes each LocalMeanWarning; all warnings are shown at the end."""
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            yield
+    finally:
+        for one in caught:
+            if issubclass(one.category, LocalMeanWarning):
+                told.append(str(one.message))
+            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
 
 
 def _make_both(
@@ -170,19 +200,19 @@ def _twin_spreads(
     start: list[np.ndarray],
     reference: _Movements,
     *,
-    permute: bool,
+    period: int | None,
 ) -> dict[int, list[float]]:
     """Step -> for each weight, the largest difference of the twins' movement.
 
-    If layers draw random numbers, rows keep their order: another would get another
-    mask.
+    If draws repeat after a period, a row moves by whole periods: elsewhere it would get
+    another noise. If layers draw by themselves (None), rows keep their order.
     """
     generator = np.random.default_rng(setting.seed)
     unit = compute_round_off(one.model)
     spreads = {step: [0.0] * len(weights) for step, weights in reference.steps.items()}
     for number in range(1, TWINS + 1):
         begin_stage(f"measures rounding on one device ({number} of {TWINS})")
-        batches = [_twin_batch(b, unit, generator, permute) for b in setting.batches]
+        batches = [_twin_batch(b, unit, generator, period) for b in setting.batches]
         one.load(start)
         for weight in one.model.trainable_weights:
             weight.assign(rounding.nudge(weight.numpy(), unit, generator))
@@ -199,10 +229,10 @@ def _twin_spreads(
 
 
 def _twin_batch(
-    batch: Batch, unit: float, generator: np.random.Generator, permute: bool
+    batch: Batch, unit: float, generator: np.random.Generator, period: int | None
 ) -> Batch:
-    if permute:
-        batch = take_rows(batch, generator.permutation(row_count(batch)))
+    if period is not None:
+        batch = permute_rows(batch, period, generator)
     inputs, *others = batch if isinstance(batch, tuple) else (batch,)
     nudged = functools.partial(_nudged_input, unit=unit, generator=generator)
     inputs = tf.nest.map_structure(nudged, inputs)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 
 import keras
 
+from tfdp.errors import LocalMeanWarning
 from tfdp.step.find_optimizers import optimizers_of
 from tfdp.tools.testing import causes as known
 from tfdp.tools.testing import changes
@@ -49,8 +51,9 @@ def diagnose(setting: CheckedTraining, comparison: Comparison) -> tuple[Finding,
             ]
             found = [*needed, *combination]
             return _findings(found or separable, facts)
-    rest = known.UNKNOWN if facts.moved_enough else known.TOO_LITTLE_MOVEMENT
-    return _findings([rest], facts)
+    if not facts.moved_enough:
+        return _findings([known.TOO_LITTLE_MOVEMENT], facts)
+    return _findings([known.TOLD if facts.told else known.UNKNOWN], facts)
 
 
 def find_lost_sums(paths: tuple[str, ...]) -> tuple[Finding, ...]:
@@ -65,7 +68,10 @@ def _holds(setting: CheckedTraining, causes: Sequence[known.Cause]) -> bool:
     begin_stage(f"looks for the cause: {', '.join(cause.name for cause in causes)}")
     changed = changes.apply_changes(setting, names)
     try:
-        return changed is not None and compare(changed).ok
+        # Experiments repeat what the first comparison has warned of.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", LocalMeanWarning)
+            return changed is not None and compare(changed).ok
     except Exception:
         # The change does not suit the model, and shows nothing.
         return False
@@ -94,6 +100,7 @@ def read_facts(setting: CheckedTraining, comparison: Comparison) -> CauseFacts:
         return tuple(layer.name for layer in layers if is_one(layer))
 
     counts = tuple(row_count(batch) for batch in setting.batches)
+    told, _, told_instead = next(iter(comparison.told), "").partition(". ")
     least, most = min(counts) // replicas, max(counts) // replicas
     return CauseFacts(
         replicas=replicas,
@@ -116,6 +123,8 @@ def read_facts(setting: CheckedTraining, comparison: Comparison) -> CauseFacts:
         # A row that exceeds its bound is conclusive, too.
         moved_enough=are_conclusive(comparison.rows)
         or any(row.first_step_over is not None for row in comparison.rows),
+        told=told,
+        told_instead=told_instead,
     )
 
 

@@ -25,6 +25,8 @@ class CauseFacts:
     finite_on_one_device: bool = True  # all weights
     finite_on_replicas: bool = True
     moved_enough: bool = True  # the variables, for a wrong step to show
+    told: str = ""  # what happens in the step, as a warning of tfdp says
+    told_instead: str = ""  # the line to write, as it says
 
     @property
     def uneven_batches(self) -> tuple[str, ...]:

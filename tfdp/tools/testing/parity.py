@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,6 +27,10 @@ from tfdp.tools.testing.diagnosis import find_lost_sums
 from tfdp.tools.testing.report import Finding, ParityReport
 from tfdp.tools.testing.trainee import CheckedTraining
 
+FEW_STEPS = (
+    "trained for {steps} steps, with the batches repeated: an optimizer accumulates "
+    "the gradients of {count} steps for an update"
+)
 RANDOM_LAYERS = ("off", "keep")
 COARSE = (
     "computed in float32 for the check: in half precision rounding explains every "
@@ -136,6 +142,12 @@ def compare_and_report(
     note_used()  # the fits on one device are no mistake
     with _float32_products(), without_fit_message():
         comparison = compare(setting)
+        if len(setting.batches) < (count := comparison.accumulated_steps):
+            batches = itertools.cycle(setting.batches)
+            repeated = tuple(itertools.islice(batches, 2 * count))
+            setting = dataclasses.replace(setting, batches=repeated)
+            notes.append(FEW_STEPS.format(count=count, steps=2 * count))
+            comparison = compare(setting)
         if comparison.is_in_half_precision and comparison.error is None:
             in_float32 = CHANGES["compute_in_float32"](setting)
             exact = compare(in_float32)

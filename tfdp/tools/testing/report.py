@@ -70,6 +70,11 @@ class VariableRow:
         return HOLDS
 
     @property
+    def is_still(self) -> bool:
+        """Whether it is frozen, and keeps its value on each side."""
+        return not (self.trainable or self.movement or self.largest_difference)
+
+    @property
     def tells(self) -> bool:
         """Whether the variable moved, and far enough for a wrong step to show."""
         return bool(self.movement) and self.verdict != TOO_SMALL
@@ -180,9 +185,13 @@ class ParityReport:
 
     def __str__(self) -> str:
         blocks = ["\n".join(self._heading())]
-        if self.rows:
-            rows = [TITLES, *map(_cells, self.rows)]
-            blocks.append(format_table(rows, left=(0, len(TITLES) - 1)))
+        shown = [row for row in self.rows if not row.is_still]
+        if shown:
+            rows = [TITLES, *map(_cells, shown)]
+            table = format_table(rows, left=(0, len(TITLES) - 1))
+            if still := len(self.rows) - len(shown):
+                table += f"\n{still} more, which are not trained, keep their values"
+            blocks.append(table)
         causes = [str(finding) for finding in self.causes]
         # Ends with what counts: the cause of a failure, or that there is none.
         summary = [self._summary()]

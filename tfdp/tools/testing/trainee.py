@@ -15,7 +15,7 @@ from tfdp import DistributedOptimizer
 from tfdp.errors import ConfigurationError
 from tfdp.step.find_optimizers import optimizers_of, optimizers_with_sync
 from tfdp.tools.testing.alike_draws import alike_draws
-from tfdp.tools.testing.batches import Batch, as_dataset
+from tfdp.tools.testing.batches import Batch, as_dataset, period_of
 from tfdp.tools.testing.model_parts import (
     layers_of,
     random_layers,
@@ -51,6 +51,12 @@ class Trainee:
     setting: CheckedTraining
     strategy: tf.distribute.Strategy | None  # None: on one device
     jit_compile: bool | None = None
+    has_drawn: bool = False  # numbers that repeat after `period` rows
+
+    @property
+    def period(self) -> int:
+        """The rows after which draws repeat: each replica has whole periods."""
+        return period_of(self.setting.batches, self.setting.replicas)
 
     def make(self) -> None:
         """Builds the model, its variables and those of its optimizers."""
@@ -104,11 +110,13 @@ class Trainee:
             )
         )
         keeps = self.setting.keep_random_layers
-        with contextlib.nullcontext() if keeps else alike_draws(), self._device():
+        drawing = contextlib.nullcontext() if keeps else alike_draws(self.period)
+        with drawing as draws, self._device():
             dataset = as_dataset(batches)
             history = self.model.fit(
                 dataset, epochs=1, shuffle=False, verbose=0, callbacks=[watch]
             )
+        self.has_drawn |= draws is not None and draws.has_drawn
         losses = history.history.get("loss")
         return float(losses[-1]) if losses else None
 
