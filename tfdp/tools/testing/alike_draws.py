@@ -33,7 +33,7 @@ OF_TENSORFLOW = {
 
 @dataclasses.dataclass
 class Draws:
-    """What was drawn.
+    """Draws of one training.
 
     Args:
       period: rows after which draws repeat, at least 1.
