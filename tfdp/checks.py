@@ -67,6 +67,17 @@ def nearest(given: str, names: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(given, list(names), n=1)), None)
 
 
+def what_it_is(given: object) -> str:
+    """`given` in an error about an object; of a class, how to make one.
+
+    >>> what_it_is(dict), what_it_is("sgd")
+    ('the class dict; call it: dict()', "'sgd'")
+    """
+    if isinstance(given, type):
+        return f"the class {given.__name__}; call it: {given.__name__}()"
+    return repr(given)
+
+
 def is_number(value: object) -> TypeGuard[float]:
     """Whether `value` is a real number (NumPy's too; no bool), finite or not.
 

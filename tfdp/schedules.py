@@ -177,6 +177,12 @@ class PolynomialDecay(keras.optimizers.schedules.LearningRateSchedule):
         self.end_learning_rate = check_rate(
             "PolynomialDecay.end_learning_rate", end_learning_rate
         )
+        if self.end_learning_rate > self.peak_learning_rate:
+            raise ConfigurationError(
+                "PolynomialDecay.end_learning_rate must be at most "
+                f"peak_learning_rate={self.peak_learning_rate}, or the rate would "
+                f"rise. Received: {end_learning_rate}."
+            )
         self.power = check_rate("PolynomialDecay.power", power, above_zero=True)
 
     def __call__(self, step: Any) -> Any:

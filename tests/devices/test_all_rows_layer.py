@@ -178,6 +178,7 @@ def test_files_are_read_without_replicas(tmp_path):
     [
         (keras.layers.MultiHeadAttention(2, 3), "with one argument"),
         (lambda x: x, "takes a Keras layer"),
+        (keras.layers.Dense, r"call it: Dense\(\)"),
     ],
 )
 def test_what_is_no_layer_of_one_argument_is_refused(layer, match):

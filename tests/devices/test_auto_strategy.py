@@ -52,6 +52,12 @@ def test_options_reach_the_strategy():
         ({"cpu_devices": 3}, DeviceError, "already started with 4 logical"),
         ({"devices_per_host": 3}, DeviceError, "already started with 4 logical"),
         ({"shard_group": "some"}, ConfigurationError, "shard_group must be"),
+        ({"draws_per_replica": "no"}, ConfigurationError, "must be True or False"),
+        (
+            {"communication": tfdp.Communication},
+            ConfigurationError,
+            r"call it: Communication\(\)",
+        ),
     ],
 )
 def test_what_cannot_act_is_refused(options, error, words):

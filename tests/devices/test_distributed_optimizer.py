@@ -244,6 +244,12 @@ def test_nonsensical_options_are_refused():
         tfdp.DistributedOptimizer(sgd(), initial_scale=-1)
     with pytest.raises(ConfigurationError, match="initial_scale.*Received: inf"):
         tfdp.DistributedOptimizer(sgd(), initial_scale=float("inf"))
+    with pytest.raises(ConfigurationError, match="initial_scale=8.0 has no effect"):
+        tfdp.DistributedOptimizer(sgd(), dynamic_loss_scale=False, initial_scale=8.0)
+    with pytest.raises(ConfigurationError, match="dynamic_growth_steps.*Received: 0"):
+        tfdp.DistributedOptimizer(sgd(), dynamic_growth_steps=0)
+    with pytest.raises(ConfigurationError, match=r"call it: DiLoCo\(\)"):
+        tfdp.DistributedOptimizer(sgd(), sync=tfdp.sync.DiLoCo)
 
 
 @pytest.mark.parametrize("steps", [1, 2])

@@ -179,6 +179,11 @@ def test_others_are_refused(make):
         tfdp.optimizers.fused(make())
 
 
+def test_a_class_is_refused_with_the_call():
+    with pytest.raises(ConfigurationError, match=r"call it: Adam\(\)"):
+        tfdp.optimizers.fused(optimizers.Adam)
+
+
 def test_after_a_step_it_is_refused():
     _, optimizer, _ = updated(OPTIMIZERS["adam"], False)
     with pytest.raises(ConfigurationError, match="before its first step"):

@@ -305,6 +305,8 @@ def test_a_whole_number_is_a_learning_rate():
         lambda: LAMB(form=["paper"]),
         lambda: LAMB(form="nvlamb", clipnorm=1.0),
         lambda: LAMB(form="nvlamb", clipvalue=1.0),
+        lambda: LAMB(global_clipnorm="1"),
+        lambda: LARS(clipnorm=-1.0),
     ],
 )
 def test_nonsense_is_refused_when_the_optimizer_is_made(make):

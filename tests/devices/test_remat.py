@@ -227,6 +227,11 @@ def test_a_loss_within_a_block_is_refused():
     "arguments, message",
     [
         (("a layer",), "takes a Keras layer"),
+        ((keras.layers.Dense,), r"the class Dense; call it: Dense\(\)"),
+        (
+            (keras.Sequential([keras.layers.Dense(1)]), lambda layer: False),
+            "policy is False for every layer",
+        ),
         ((keras.layers.Dense(1), "all"), "policy must be one of 'each', 'whole'"),
     ],
 )

@@ -168,6 +168,8 @@ def test_the_schedule_drives_fit():
         lambda: PolynomialDecay(1.0, 10, 10),
         lambda: PolynomialDecay(1.0, 10, power=0),
         lambda: PolynomialDecay(1.0, 10, end_learning_rate=float("inf")),
+        lambda: PolynomialDecay(1.0, 10, end_learning_rate=2.0),
+        lambda: PolynomialDecay(1e-5, 10),
     ],
 )
 def test_nonsense_is_refused_when_the_schedule_is_made(make):

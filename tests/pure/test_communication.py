@@ -19,6 +19,7 @@ from tfdp.plan.topology import Topology
         {"hierarchy": "three-level"},
         {"hierarchy": (2,)},
         {"hierarchy": (0, 4)},
+        {"hierarchy": ("2", "2")},
         {"wire_dtype": "int8"},
         {"wire_dtype": "float32"},
         {"timeout_seconds": 0},

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from tfdp._private.keras_models import mask_of, put_mask
+from tfdp.checks import what_it_is
 from tfdp.errors import ConfigurationError
 from tfdp.losses import all_rows, own_rows
 from tfdp.tracing.step import current_step
@@ -108,7 +109,7 @@ def _own(whole: Any, like: Any) -> Any:
 def _refuse_arguments(layer: Any) -> None:
     if not isinstance(layer, keras.layers.Layer):
         raise ConfigurationError(
-            f"tfdp.layers.AllRows takes a Keras layer. Received: {layer!r}."
+            f"tfdp.layers.AllRows takes a Keras layer. Received: {what_it_is(layer)}."
         )
     parameters = [*inspect.signature(layer.call).parameters.values()]
     kinds = (

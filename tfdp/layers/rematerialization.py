@@ -25,7 +25,7 @@ from tfdp._private.keras_layers import (
 from tfdp._private.keras_models import layers_within, mask_of, seed_generators_of
 from tfdp._private.names import VariableWatcher, replicas_of, stop_recording
 from tfdp._private.step_ops import operations_within, reads_only_shapes
-from tfdp.checks import is_whole
+from tfdp.checks import is_whole, what_it_is
 from tfdp.errors import ConfigurationError, TooLateWarning
 from tfdp.layers import recompute
 from tfdp.layers.segments import cut_in_segments
@@ -100,7 +100,7 @@ def remat(
     """
     if not isinstance(layer, keras.layers.Layer):
         raise ConfigurationError(
-            f"tfdp.remat takes a Keras layer or model. Received: {layer!r}."
+            f"tfdp.remat takes a Keras layer or model. Received: {what_it_is(layer)}."
         )
     if not callable(policy) and policy not in POLICIES:
         raise ConfigurationError(
@@ -123,7 +123,13 @@ def remat(
     if policy == "segments":
         cut_in_segments(layer, lambda block, call: _twice(block, call, prefetch))
         return layer
-    for block in _blocks(layer, policy):
+    blocks = _blocks(layer, policy)
+    if callable(policy) and not blocks:
+        raise ConfigurationError(
+            f"policy is False for every layer of {layer.name!r}, so nothing would be "
+            "computed again. Let it return True for some of them."
+        )
+    for block in blocks:
         if not getattr(block.call, "is_rematerialized", False):
             replace(block, "call", _twice(block, block.call, prefetch))
     return layer

@@ -52,6 +52,9 @@ class LayerwiseOptimizer(DecayHooks):
         owner = type(self).__name__
         if weight_decay is not None:
             weight_decay = check_number(f"{owner}.weight_decay", weight_decay)
+        for name in ("clipnorm", "clipvalue", "global_clipnorm"):
+            if keras_arguments.get(name) is not None:
+                check_number(f"{owner}.{name}", keras_arguments[name])
         super().__init__(
             learning_rate=check_learning_rate(f"{owner}.learning_rate", learning_rate),
             weight_decay=weight_decay,

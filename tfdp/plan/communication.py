@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
+from tfdp.checks import what_it_is
 from tfdp.errors import ConfigurationError
 from tfdp.plan.compression import Compression
 from tfdp.plan.options import Given, fields_of, refuse_options
@@ -153,7 +154,8 @@ def checked_communication(
         given = Communication()
     if not isinstance(given, Communication):
         raise ConfigurationError(
-            f"communication must be None or a tfdp.Communication. Received: {given!r}."
+            "communication must be None or a tfdp.Communication. Received: "
+            f"{what_it_is(given)}."
         )
     return given if layout is None else as_on_jax(given)
 

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from tfdp.checks import did_you_mean, is_number, is_whole
+from tfdp.checks import did_you_mean, is_number, is_whole, what_it_is
 from tfdp.errors import ConfigurationError
 from tfdp.plan.compression import CAST_DTYPES, Compression
 
@@ -57,8 +57,9 @@ def _seconds(least: float, words: str) -> Values:
 
 
 def _is_hierarchy(value: Any) -> bool:
-    is_pair = isinstance(value, (tuple, list)) and len(value) == 2
-    return is_pair or value in ("auto", "flat")
+    if isinstance(value, (tuple, list)) and len(value) == 2:
+        return all(is_whole(number, least=1) for number in value)
+    return value in ("auto", "flat")
 
 
 ANY = Values("anything", lambda value: True)
@@ -68,7 +69,10 @@ STAGE = Values(
     lambda value: value in SHARD_STAGES or is_whole(value, 0, len(SHARD_STAGES) - 1),
     SHARD_STAGES,
 )
-HIERARCHY = Values("'auto', 'flat' or a pair (hosts, devices_per_host)", _is_hierarchy)
+HIERARCHY = Values(
+    "'auto', 'flat' or a pair (hosts, devices_per_host) of integers of at least 1",
+    _is_hierarchy,
+)
 METHOD = Values(
     "None or a value of tfdp.compression, such as tfdp.compression.Int8()",
     lambda value: value is None or isinstance(value, Compression),
@@ -105,7 +109,8 @@ class Option:
         if not self.values.fits(value):
             texts = [each for each in self.values.values if isinstance(each, str)]
             raise ConfigurationError(
-                f"{self.name} must be {self.values.words}. Received: {value!r}."
+                f"{self.name} must be {self.values.words}. Received: "
+                f"{what_it_is(value)}."
                 f"{did_you_mean(value, texts)}"
             )
 
@@ -134,7 +139,7 @@ OPTIONS = {
         _bound("shard_min_bytes", 32 * 1024, _whole(0)),
         Option("offload", "none", _one_of("none", "optimizer"), (ONE, HOSTS, AUTO)),
         Option("layout", None, LAYOUT, (ONE, HOSTS, AUTO)),
-        Option("draws_per_replica", True, ANY),
+        Option("draws_per_replica", True, SWITCH),
         Option("pad_batches", None, PADDING, (ONE, TPU, AUTO)),
         Option("wire_dtype", None, TPU_TYPE, (TPU, AUTO)),
         Option("balance", None, _one_of(None, "speed"), (HOSTS, AUTO)),
@@ -143,7 +148,7 @@ OPTIONS = {
         Option("devices", None, ANY, (ONE,)),
         Option("cluster", None, ANY, (HOSTS,)),
         Option("tpu", "local", ANY, (TPU,)),
-        Option("alone", False, ANY, (ONE,)),
+        Option("alone", False, SWITCH, (ONE,)),
         # Of `DistributedOptimizer`, and of the values of `tfdp.sync`.
         Option("sync", None, ANY, ()),
         Option("sync.across", "hosts", ANY, ()),

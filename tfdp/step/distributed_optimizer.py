@@ -18,7 +18,7 @@ from tfdp._private.names import replicas_of
 from tfdp._private.optimizer_hooks import ACCUMULATOR_NAME, WEIGHT_NAME
 from tfdp.chain.reduction import Reduction, Stage, update_through
 from tfdp.chain.stages import agree_finite, reduce_gradients
-from tfdp.checks import is_number, is_whole
+from tfdp.checks import check_whole, is_number, what_it_is
 from tfdp.errors import ConfigurationError, ScopeError
 from tfdp.step.buffer_synchronization import synchronize_layer_state
 from tfdp.step.find_optimizers import has_no_effect
@@ -36,6 +36,8 @@ from tfdp.tracing.keras_steps import as_tensors
 from tfdp.tracing.loss_shares import note_gradients
 from tfdp.tracing.step import Step, current_step
 from tfdp.variables.in_shards import updates_of
+
+INITIAL_SCALE = 2.0**15
 
 
 # A LossScaleOptimizer, so that Keras does not wrap it in another one under float16.
@@ -101,12 +103,19 @@ class DistributedOptimizer(hooks.LossScaleHooks):
         *,
         accumulate_steps: int = 1,
         dynamic_loss_scale: bool | None = None,
-        initial_scale: float = 2.0**15,
+        initial_scale: float = INITIAL_SCALE,
         dynamic_growth_steps: int = 2000,
         sync: Policy | None = None,
         name: str | None = None,
     ):
         check_arguments(optimizer, accumulate_steps, initial_scale)
+        check_whole("dynamic_growth_steps", dynamic_growth_steps, 1)
+        if dynamic_loss_scale is False and initial_scale != INITIAL_SCALE:
+            raise ConfigurationError(
+                f"initial_scale={initial_scale} has no effect with "
+                "dynamic_loss_scale=False. Leave it out; a constant scale is "
+                "loss_scale_factor of the inner optimizer."
+            )
         # Keras' base class removes it from the inner optimizer.
         static_scale = optimizer.loss_scale_factor
         super().__init__(
@@ -391,11 +400,7 @@ def check_arguments(optimizer: Any, accumulate_steps: Any, initial_scale: Any) -
             f"accumulate_steps={optimizer.gradient_accumulation_steps}) and leave out "
             "gradient_accumulation_steps of the inner optimizer."
         )
-    if not is_whole(accumulate_steps, least=1):
-        raise ConfigurationError(
-            "accumulate_steps must be an integer of at least 1. Received: "
-            f"{accumulate_steps!r}."
-        )
+    check_whole("accumulate_steps", accumulate_steps, 1)
     if not is_number(initial_scale) or not 0 < initial_scale < math.inf:
         raise ConfigurationError(
             f"initial_scale must be a number above 0. Received: {initial_scale!r}."
@@ -403,11 +408,9 @@ def check_arguments(optimizer: Any, accumulate_steps: Any, initial_scale: Any) -
 
 
 def _what_it_is(given: Any) -> str:
-    if isinstance(given, type):
-        return f"the class {given.__name__}; call it: {given.__name__}()"
     if isinstance(given, str):
         return f"{given!r}; pass keras.optimizers.get({given!r})"
-    return repr(given)
+    return what_it_is(given)
 
 
 def _check_place(optimizer: keras.optimizers.Optimizer) -> None:
@@ -458,5 +461,5 @@ def checked_sync(sync: Any) -> Policy | None:
     names = ", ".join(f"tfdp.sync.{name}(...)" for name in methods.__all__)
     raise ConfigurationError(
         f"sync must be one of {names}, or None to synchronize in every step. Received: "
-        f"{sync!r}."
+        f"{what_it_is(sync)}."
     )

@@ -28,6 +28,7 @@ from tfdp._private import optimizer_hooks as hooks
 from tfdp._private.functions import compiled_by_xla
 from tfdp._private.names import current_rank, own_copy
 from tfdp._private.variable_hooks import are_copies_in_use, is_checkpointed_as
+from tfdp.checks import what_it_is
 from tfdp.errors import ConfigurationError
 from tfdp.seams.replace import Override, around, note_on
 from tfdp.step.find_optimizers import innermost_optimizers
@@ -137,7 +138,7 @@ def fuse(optimizer: Any) -> None:
         raise ConfigurationError(
             "tfdp.optimizers.fused compiles the updates of Keras' AdamW, "
             f"{', '.join(COMPILABLE)}, and of a LossScaleOptimizer of one of them. "
-            f"Received: {optimizer!r}."
+            f"Received: {what_it_is(optimizer)}."
         )
     for one in own:
         note_on(one, FUSED, True)
