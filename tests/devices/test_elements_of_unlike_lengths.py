@@ -61,6 +61,19 @@ def test_what_is_no_multiple_is_refused(labelled, unlabelled):
         next(iter(data))
 
 
+def test_fit_tells_the_lengths_alone():
+    """TensorFlow's own error repeats them among the names of its operations."""
+
+    def batches():
+        yield X[:8], Y[:7]
+
+    with make_strategy(2).scope():
+        model = keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    with pytest.raises(tfdp.errors.DataError, match="different numbers of rows: 8 7"):
+        model.fit(batches(), steps_per_epoch=1, verbose=0)
+
+
 def test_batches_that_are_filled_up_have_one_number_of_rows():
     strategy = tfdp.DataParallelStrategy([f"CPU:{n}" for n in range(3)], pad_batches=6)
     data = strategy.experimental_distribute_dataset(zipped(6, 9, False))

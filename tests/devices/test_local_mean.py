@@ -668,6 +668,12 @@ def test_a_variable_and_a_number_have_a_local_mean(say, how):
 
 
 @pytest.mark.parametrize("state", [tfdp.losses.local_mean, tfdp.losses.local_sum])
+def test_a_function_is_refused_also_outside_of_a_step(state):
+    with pytest.raises(ConfigurationError, match="call it within the function"):
+        state(keras.losses.MeanSquaredError())
+
+
+@pytest.mark.parametrize("state", [tfdp.losses.local_mean, tfdp.losses.local_sum])
 @pytest.mark.parametrize("loss", [None, "loss", 3, tf.constant(3)], ids=repr)
 def test_what_is_no_loss_is_refused(state, loss):
     build = hand_written(lambda mean: state(loss))

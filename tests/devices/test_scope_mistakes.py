@@ -5,6 +5,7 @@ import types
 import warnings
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -144,6 +145,93 @@ def test_a_dataset_distributed_twice():
     distributed = strategy.experimental_distribute_dataset(dataset)
     with pytest.raises(ScopeError, match="distributed already"):
         strategy.experimental_distribute_dataset(distributed)
+
+
+def entered(strategy):
+    with strategy:
+        pass
+
+
+def fit_in_a_replica(strategy):
+    with strategy.scope():
+        model = compile_model(dense_model())
+    strategy.run(lambda: model.fit(X, Y, verbose=0))
+
+
+@pytest.mark.parametrize(
+    "use, error, words",
+    [
+        (entered, ScopeError, r"write `with strategy.scope\(\):`"),
+        (fit_in_a_replica, ScopeError, "one replica calls them, within strategy.run"),
+        (
+            lambda strategy: strategy.run(tf.ones(2)),
+            ConfigurationError,
+            r"takes a function .*args=\(batch,\).*Received: EagerTensor",
+        ),
+        (
+            lambda strategy: strategy.reduce("average", tf.ones(2), axis=None),
+            ConfigurationError,
+            "one of 'SUM', 'MEAN'. Received: 'AVERAGE'",
+        ),
+        (
+            lambda strategy: strategy.experimental_distribute_dataset(X),
+            ConfigurationError,
+            "a tf.data.Dataset of global batches.*Received: ndarray",
+        ),
+    ],
+)
+def test_a_strategy_that_is_used_otherwise(use, error, words):
+    with pytest.raises(error, match=words):
+        use(make_strategy(2))
+
+
+@pytest.mark.parametrize("batch_size", [0, -8, 2.5, "8"])
+def test_a_batch_size_that_is_none(batch_size):
+    """Of 0 Keras makes its default, 32."""
+    with make_strategy(2).scope():
+        model = compile_model(dense_model())
+    with pytest.raises(ConfigurationError, match=f"Received: {batch_size!r}"):
+        model.fit(X, Y, batch_size=batch_size, verbose=0)
+    model.fit(X, Y, batch_size=np.int64(8), verbose=0)
+
+
+class Stepping(keras.Model):
+    """A model with a step of its own; `step(model, x, y)` gives what it returns."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.dense = keras.layers.Dense(3)
+        self.step = step
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        return self.step(self, *data)
+
+
+def without_gradient(model, x, y):
+    with tf.GradientTape() as tape:
+        loss = tf.constant(1.0)
+    variables = model.trainable_variables
+    model.optimizer.apply(tape.gradient(loss, variables), variables)
+    return {"loss": loss}
+
+
+@pytest.mark.parametrize(
+    "step, loss, words",
+    [
+        (lambda model, x, y: None, "mse", "train_step.* returned None. Return a dict"),
+        (without_gradient, "mse", "within the GradientTape"),
+        (None, lambda y, outputs: None, "A loss function returned None"),
+    ],
+)
+def test_a_step_without_what_it_needs(step, loss, words):
+    with make_strategy(2).scope():
+        model = dense_model() if step is None else Stepping(step)
+        model.compile("sgd", loss, jit_compile=False)
+    with pytest.raises(ConfigurationError, match=words):
+        model.fit(X, Y, batch_size=8, verbose=0)
 
 
 def test_a_dataset_of_another_strategy():

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import numbers
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from tfdp._private.names import keras_state
+from tfdp.checks import check_whole
 from tfdp.seams.replace import replace_for_good
 from tfdp.seams.table import LOOP, MODEL, VARIABLE
 
@@ -106,7 +108,7 @@ def reading_ended() -> contextlib.AbstractContextManager[None]:
 
 def is_of_replicas(strategy: Any) -> bool:
     """Whether a strategy is one of tfdp, which traces its replicas itself."""
-    return hasattr(strategy.extended, "current_step")
+    return hasattr(getattr(strategy, "extended", None), "current_step")
 
 
 def loop_of_caller() -> Any:
@@ -169,11 +171,22 @@ def _noting_built(original: Callable[..., Any]) -> Callable[..., Any]:
     return build
 
 
+def _check_counts(given: Mapping[str, Any]) -> None:
+    """Refuses counts for which Keras fails far from `fit`, or takes its default."""
+    for name in ("batch_size", "steps_per_execution"):
+        value = given.get(name)
+        if value is not None:
+            is_integer = isinstance(value, numbers.Integral)
+            check_whole(name, int(value) if is_integer else value, 1)
+
+
 def _noting_loop(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         for note in _on_loops:
             note()
+        if is_of_replicas(kwargs.get("distribute_strategy", tf.distribute)):
+            _check_counts(kwargs)
         with _noted(loop=self):
             original(self, *args, **kwargs)
             on_loop = _watched.get(self._distributed_dataset)

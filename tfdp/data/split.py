@@ -7,6 +7,7 @@ rest; a scalar, None and a sparse element without rows end in internal errors.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ ADVICE = (
     "for all rows once for each row (tf.repeat), or make it a part of the model."
 )
 
+DIFFER = "The elements of a batch have different numbers of rows"
 UNLIKE = (
     "Elements of different lengths, such as labelled and unlabelled rows, are split "
     "only in a tf.data.Dataset.zip of batched datasets, if each length is a multiple "
@@ -109,8 +111,16 @@ def _check_lengths(lengths: Sequence[tf.Tensor], replicas: int | None) -> tf.Ope
     if replicas:
         are_multiples = (all_lengths % replicas == 0) & (all_lengths > 0)
         is_equal |= tf.reduce_all(are_multiples)
-    message = f"The elements of a batch have different numbers of rows. {ADVICE} "
-    return tf.debugging.Assert(is_equal, [message + UNLIKE, all_lengths])
+    message = f"{DIFFER}. {ADVICE} {UNLIKE}"
+    return tf.debugging.Assert(is_equal, [message, all_lengths])
+
+
+def why_not_split(error: BaseException) -> DataError | None:
+    """The error for a failed check of `splittable`; None: it is another error."""
+    found = re.search(rf"{DIFFER}.*?\] \[([\d ]+)\]", str(error), re.DOTALL)
+    if found is None:
+        return None
+    return DataError(f"{DIFFER}: {found[1]}. {ADVICE} {UNLIKE}")
 
 
 def is_split_by_us(dataset: tf.data.Dataset) -> bool:

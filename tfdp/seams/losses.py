@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 from keras import ops
 
-from tfdp.errors import SeamError
+from tfdp.errors import ConfigurationError, SeamError
 from tfdp.seams.replace import replace_function
 from tfdp.seams.table import LOSS
 
@@ -152,6 +152,11 @@ def _scaled(
     keras_losses = importlib.import_module(LOSS)
     given_weights, given_mask = sample_weight, mask
     reduction = keras_losses.standardize_reduction(reduction)
+    if values is None:
+        raise ConfigurationError(
+            "A loss function returned None: it must return a tensor, with a value for "
+            "each row (`return` is missing?)."
+        )
     values = ops.convert_to_tensor(values, dtype=dtype)
     weights = sample_weight
     if weights is not None:

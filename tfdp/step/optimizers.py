@@ -146,7 +146,7 @@ def _apply(
         tf.convert_to_tensor(one) if isinstance(one, VARIABLES) else one
         for one in gradients
     ]
-    _check(facts)
+    _check(facts, gradients)
     if variables is not None and not optimizer.built:
         build_before_step(optimizer, variables)
     built_with = variables or variables_built_with(optimizer)
@@ -176,9 +176,15 @@ def _apply(
     return None
 
 
-def _check(facts: Overridden) -> None:
+def _check(facts: Overridden, gradients: Sequence[Any]) -> None:
     """Refuses an optimizer that would look at parts of sums, or whose own sum would not
-    be called."""
+    be called, and a step without a gradient."""
+    if gradients and all(gradient is None for gradient in gradients):
+        raise ConfigurationError(
+            f"No variable has a gradient for {facts.optimizer.name!r}: the loss does "
+            "not depend on them. Compute the model's outputs and the loss within the "
+            "GradientTape, by TensorFlow or keras.ops (not by NumPy)."
+        )
     facts.updates.check(facts.optimizer, facts.leaves)
     if facts.step.replicas == 1:
         return

@@ -12,7 +12,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import keras
 import tensorflow as tf
@@ -27,15 +27,17 @@ from tfdp._private.functions import (
 from tfdp._private.grain_inputs import grain_input_of
 from tfdp._private.keras_loops import raise_instead
 from tfdp._private.keras_models import take_over_jit
+from tfdp.checks import check_one_of
 from tfdp.cluster import Cluster
 from tfdp.data.keras_input import keras_input, with_none
 from tfdp.data.padding import distribute_padded, global_batch_rows, is_of_one_size
-from tfdp.data.split import is_split_by_us, parts, splittable
+from tfdp.data.split import is_split_by_us, parts, splittable, why_not_split
 from tfdp.errors import (
     CollectiveError,
     ConfigurationError,
     LocalMeanWarning,
     LocalStateWarning,
+    ScopeError,
 )
 from tfdp.plan.options import TPU
 from tfdp.plan.shards import WithOptions
@@ -165,6 +167,12 @@ class ReplicaContextStrategy(WithOptions, tf.distribute.Strategy):
         """Runs `fn` on every replica; see `tf.distribute.Strategy.run`."""
         note_used()
         scope.check_not_keras_2(self)
+        if not callable(fn):
+            raise ConfigurationError(
+                "strategy.run takes a function and its arguments, as in "
+                "strategy.run(step, args=(batch,)). Received: "
+                f"{type(fn).__name__}, perhaps what the function returned."
+            )
         self._first_fit.look(self, self._notes)
         is_reported = frames.is_called_by_keras_loop()
         if tf.executing_eagerly():
@@ -222,6 +230,12 @@ class ReplicaContextStrategy(WithOptions, tf.distribute.Strategy):
 
         # What they return: numbers of all rows, and the predictions of real rows.
         if call.is_reported:
+            if result is None:
+                raise ConfigurationError(
+                    "train_step, test_step or predict_step returned None. Return a "
+                    'dict of what fit shall report, such as {"loss": loss}; of '
+                    "predict_step the outputs."
+                )
             parts_of = self.experimental_local_results
             result = reduce_logs(result, step, call.noted, parts_of, self._sum_of_logs)
         self._warn_of_local_mean(call.model, call.fn, step)
@@ -257,9 +271,17 @@ class ReplicaContextStrategy(WithOptions, tf.distribute.Strategy):
         if model is not None:
             self._take_over(model)
             return keras_steps.representative_batch(with_none(without_padding(value)))
+        if isinstance(reduce_op, str):
+            check_one_of("reduce_op", reduce_op.upper(), ("SUM", "MEAN"))
         if axis is None:
             value = parts_of_one_shape(value, self._replicas)
         return self._reduce_values(reduce_op, value, axis)
+
+    def __enter__(self) -> NoReturn:
+        raise ScopeError("A strategy is no context: write `with strategy.scope():`.")
+
+    def __exit__(self, *_: Any) -> None:
+        """Makes Python call `__enter__`."""
 
     def _reduce_values(self, reduce_op: Any, value: Any, axis: int | None) -> Any:
         return super().reduce(reduce_op, value, axis)
@@ -321,12 +343,13 @@ class ReplicaContextStrategy(WithOptions, tf.distribute.Strategy):
             dataset = with_own_state(dataset, adapter)
         element_spec = dataset.element_spec
         if self._replicas > 1:
-            reader = keras_calls.batch_size_of_caller()[0]
+            reader = None if adapter is None else type(adapter).__name__
             dataset = splittable(dataset, reader, self._splits_multiples_of())
         self._one_thread.check(self.cluster.workers)
         warn_of_idle_replicas(self, dataset)
         dataset = self._part_of_host(dataset)
-        raise_instead(keras_calls.loop_of_caller(), why_not_joined)
+        for error_of in (why_not_joined, why_not_split):
+            raise_instead(keras_calls.loop_of_caller(), error_of)
         is_odd = not is_of_one_size(dataset, self._replicas)
         if self.pad_batches and (is_odd or self.compiles_steps):
             rows = None if isinstance(self.pad_batches, bool) else self.pad_batches

@@ -87,7 +87,13 @@ def check_not_keras_2(strategy: tf.distribute.Strategy) -> None:
 
 
 def check_dataset(dataset: Any) -> None:
-    """Refuses a dataset that is distributed already."""
+    """Refuses what is no dataset, or is distributed already."""
+    if not hasattr(dataset, "element_spec"):
+        raise ConfigurationError(
+            "A strategy distributes a tf.data.Dataset of global batches, such as "
+            "tf.data.Dataset.from_tensor_slices(x).batch(64). Received: "
+            f"{type(dataset).__name__}."
+        )
     if isinstance(dataset, tf.distribute.DistributedDataset):
         raise ScopeError(
             "This dataset is distributed already: each replica would get a part of a "
@@ -97,10 +103,16 @@ def check_dataset(dataset: Any) -> None:
 
 
 def check_not_nested(strategy: tf.distribute.Strategy) -> None:
-    """Refuses a scope within another strategy's."""
+    """Refuses a scope within another strategy's, or within a replica's step."""
     if not tf.distribute.has_strategy():
         return
     current = tf.distribute.get_strategy()
+    if not tf.distribute.in_cross_replica_context():
+        raise ScopeError(
+            "strategy.scope(), fit, evaluate and predict run all replicas, and here "
+            "one replica calls them, within strategy.run. Call them outside of it; "
+            "strategy.run takes one step on one replica's rows."
+        )
     if current is not strategy:
         raise ScopeError(
             f"{_name(strategy)} is entered, or a model made under it is used, within "

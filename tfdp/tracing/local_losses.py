@@ -54,6 +54,7 @@ def local_mean(loss: tf.Tensor) -> tf.Tensor:
             return {"loss": loss}
     ```
     """
+    _refuse_function("local_mean", loss)
     found = current_step()
     if found is None or found[0].here.sees_all_rows:
         return loss
@@ -89,6 +90,7 @@ def local_sum(loss: tf.Tensor) -> tf.Tensor:
     Raises:
       ConfigurationError: as `local_mean`.
     """
+    _refuse_function("local_sum", loss)
     found = current_step()
     if found is None or found[0].here.sees_all_rows:
         return loss
@@ -98,6 +100,15 @@ def local_sum(loss: tf.Tensor) -> tf.Tensor:
     if shares.standing_of(loss) is Standing.SHARE:
         return loss
     return loss * shares.factor(1.0, loss.dtype)
+
+
+def _refuse_function(function: str, loss: Any) -> None:
+    if callable(loss):
+        raise ConfigurationError(
+            f"tfdp.losses.{function} takes the number that a loss function computed, "
+            f"not the function: call it within the function, or within the train_step. "
+            f"Received: {loss!r}."
+        )
 
 
 def _as_tensor(function: str, loss: Any) -> tf.Tensor:
