@@ -520,6 +520,10 @@ class TestFiles:
             assert files.restore(model).step == 1
 
 
+def save_more(**more):
+    Checkpoint("x").save(make_model(0), step=1, **more)
+
+
 @pytest.mark.parametrize(
     "make, match",
     [
@@ -532,6 +536,9 @@ class TestFiles:
         (lambda: tfdp.callbacks.Checkpoint("x", on_signal=1), "on_signal"),
         (lambda: Checkpoint("x").save(keras.Model(), step=1), "built"),
         (lambda: Checkpoint("x").restore("model"), "built"),
+        (lambda: save_more(program={"x": object()}), "JSON values only"),
+        (lambda: save_more(program=[1]), "program must be None or a dict"),
+        (lambda: save_more(arrays=[np.ones(2)]), "arrays must be None or a dict"),
     ],
 )
 def test_what_cannot_be_is_refused(make, match):

@@ -373,6 +373,7 @@ def test_messages_are_as_small_as_they_say(method, factor):
         (lambda: PowerSGD(1, start_step=1.5), "integer of at least 0"),
         (lambda: PowerSGD(min_compression_rate=0), "above 0"),
         (lambda: from_config({"method": "Zip"}), "Known: Cast, FP8"),
+        (lambda: from_config("int8"), "called 'int8'. Known: Cast, FP8"),
     ],
 )
 def test_nonsense_is_refused(make, words):

@@ -465,7 +465,11 @@ def test_what_cannot_be_indexed_is_said(tmp_path, monkeypatch):
     for name, words in (("empty", "hold no records"), ("packed", "compression='GZIP'")):
         with pytest.raises(DataError, match=words):
             data.index_tfrecords(tmp_path / f"{name}-*.tfrecord", label, name=name)
-    for features in ({"label": "int64"}, {1: label["label"]}):
+    with pytest.raises(DataError, match="name existing files by one pattern"):
+        data.index_tfrecords(tmp_path / "missing-*", label, name="x")
+    with pytest.raises(ConfigurationError, match="by one path or pattern"):
+        data.read_tfrecords([tmp_path / "packed-0.tfrecord"], 8)
+    for features in ({"label": "int64"}, {1: label["label"]}, ["label"]):
         with pytest.raises(ConfigurationError, match="names with a FeatureSpec each"):
             data.index_tfrecords(tmp_path / "packed-*", features, name="x")
     shape = tf.TensorShape([2, None])

@@ -159,6 +159,8 @@ def test_fit_takes_the_batches(index):
         ({"seed": None}, "seed"),
         ({"as_supervised": ("x", "label")}, "label"),
         ({"as_supervised": "x"}, "tuple"),
+        ({"as_supervised": True}, "tuple"),
+        ({"transform": "scale"}, "transform must be None or a function"),
         ({"variable_length": "cut"}, "ragged"),
         ({"cycle_length": 0}, "cycle_length"),
         ({"shuffle_buffer_examples": 0}, "shuffle_buffer_examples"),

@@ -427,6 +427,10 @@ def test_an_output_without_rows():
     np.testing.assert_allclose(several(x)[1], model(x)[1], atol=1e-6)
 
 
+def one_layer():
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+
+
 def subclassed():
     class Own(keras.Model):
         def call(self, inputs):
@@ -441,6 +445,7 @@ def subclassed():
         (mlp, {"stages": 1}, "stages must be an integer of at least 2"),
         (mlp, {"micro_batches": 0}, "micro_batches must be"),
         (mlp, {"stages": 3}, "2 replicas, of which 3 stages"),
+        (one_layer, {}, "stages must be at most 1, .*Received: 2"),
         (mlp, {"cuts": ["nowhere"]}, "cuts must name 1 layers.*hidden_0, hidden_1"),
         (mlp, {"cuts": ["hidden_0"]}, "none of them the first"),
         (mlp, {"cuts": 2}, "cuts must name 1 layers"),

@@ -124,6 +124,12 @@ def test_a_port_that_is_taken_is_told():
             trained(endpoint)
 
 
+def test_an_address_of_no_machine_is_told():
+    endpoint = Prometheus(0, "not an address")
+    with pytest.raises(ConfigurationError, match="address='not an address'"):
+        trained(endpoint)
+
+
 @pytest.mark.parametrize(
     "options",
     [{"port": -1}, {"port": 65536}, {"port": "80"}, {"stalled_seconds": 0}]

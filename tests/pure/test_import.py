@@ -82,9 +82,18 @@ def test_without_tensorflow_use_raises(name):
     assert EXTRAS_LINE in done.stdout, done.stderr
 
 
-def test_an_unknown_name_is_an_attribute_error():
-    done = run_program("import tfdp; tfdp.DataParalelStrategy")
-    assert "AttributeError: module 'tfdp' has no attribute" in done.stderr
+@pytest.mark.parametrize(
+    "name, hint",
+    [
+        ("DataParalelStrategy", "Did you mean DataParallelStrategy?"),
+        ("callbacks.Chekpoint", "Did you mean Checkpoint?"),
+        ("XYZ", "It has: Cluster, Communication,"),
+    ],
+)
+def test_an_unknown_name_is_an_attribute_error(name, hint):
+    done = run_program(f"import tfdp; tfdp.{name}")
+    assert "AttributeError: module 'tfdp" in done.stderr
+    assert hint in done.stderr
 
 
 @pytest.mark.parametrize("backend", ["jax", "torch", "nonsense"])

@@ -18,7 +18,10 @@ def lazy_names(
 
     def resolve(name: str) -> Any:
         if name not in public:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+            from tfdp.checks import did_you_mean
+
+            hint = did_you_mean(name, public) or f" It has: {', '.join(public)}."
+            raise AttributeError(f"module {module!r} has no attribute {name!r}.{hint}")
         value: Any = importlib.import_module(public[name])
         if public[name] != f"{module}.{name}":
             value = getattr(value, name)

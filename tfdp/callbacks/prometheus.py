@@ -218,7 +218,8 @@ def _serve(address: str, port: int, answer: Callable[..., Any]) -> int:
             server = _Server((address, port), _Handler)
         except OSError as error:
             raise ConfigurationError(
-                f"Prometheus(port={port}) cannot listen there: {error.strerror}. Give "
+                f"Prometheus(port={port}, address={address!r}) cannot listen there: "
+                f"{error.strerror}. Give an address of this machine ('': all), and "
                 "each worker of a machine its own port, as in Prometheus(port=9400 + "
                 "strategy.cluster.rank)."
             ) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import json
 import math
 import os
 import secrets
@@ -165,12 +166,14 @@ class Checkpoint:
           arrays: further arrays that `restore` returns, by name; the same on all hosts.
 
         Raises:
-          ConfigurationError: the model is not built, or `step` is not such a number.
+          ConfigurationError: the model is not built, `step` is not such a number, or
+            `program` or `arrays` cannot be written.
           DataError: on all hosts: the save before failed, and this one has started; or
             it is still running, and this one is skipped.
           CollectiveError: another host was lost.
         """
         check_whole("step", step, least=0, most=MOST_STEPS)
+        _check_more(program, arrays)
         hosts = hosts_of(_built(model, "saved"))
         # Parts of two calls must not be combined.
         number = secrets.randbits(32) if self._writer.has_ended() else SKIPPED
@@ -399,6 +402,21 @@ def _copy(value: np.ndarray, kept: np.ndarray | None) -> np.ndarray:
         kept = np.empty(value.shape, value.dtype)
     np.copyto(kept, value)
     return kept
+
+
+def _check_more(program: Any, arrays: Any) -> None:
+    """Refuses what could not be written, before a thread begins to write."""
+    for name, given in (("program", program), ("arrays", arrays)):
+        if given is not None and not isinstance(given, Mapping):
+            raise ConfigurationError(
+                f"{name} must be None or a dict by name. Received: {type(given)}."
+            )
+    try:
+        json.dumps(dict(program or {}))
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"program must hold JSON values only; arrays go into arrays=. {error}."
+        ) from error
 
 
 def program_entries(arrays: Mapping[str, np.ndarray]) -> dict[str, Entry]:

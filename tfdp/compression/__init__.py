@@ -7,6 +7,7 @@ cast, int8, fp8, sign_sgd, top_k, random_k, power_sgd   one method each
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tfdp._private.lazy_names import lazy_names
@@ -41,7 +42,7 @@ def from_config(config: dict[str, Any]) -> Method:
     Raises:
       ConfigurationError: when `config` names no method.
     """
-    values = dict(config)
+    values = dict(config) if isinstance(config, Mapping) else {"method": config}
     name = values.pop("method", None)
     if name not in _METHODS:
         raise ConfigurationError(

@@ -230,6 +230,11 @@ def find_index(source: str | os.PathLike[str] | RecordIndex) -> RecordIndex:
     """
     if isinstance(source, RecordIndex):
         return source
+    if not isinstance(source, (str, os.PathLike)):
+        raise ConfigurationError(
+            "a set is named by one path or pattern, such as 'records/train', or by its "
+            f"RecordIndex. Received: {str(source)[:300]}."
+        )
     try:
         return _find(os.fspath(source), place_of(source))
     except OSError as error:
@@ -318,7 +323,10 @@ def files_to_index(
     text = os.fspath(pattern)
     paths = list(filter(is_member, matching_files(pattern)))
     if not paths:
-        raise DataError(f"no file{of_members} matches {text}")
+        raise DataError(
+            f"no file{of_members} matches {text}; name existing files by one pattern, "
+            "such as 'out/train-*'"
+        )
     if len({path.parent for path in paths}) > 1:
         raise DataError(
             f"{text} matches files of several directories; a set lies in one, so "

@@ -37,7 +37,7 @@ def open_share(
     check_whole("cycle_length", cycle_length, 1, MOST)
     index = find_index(source)
     require_container(index, container)
-    if isinstance(as_supervised, str):
+    if as_supervised is not None and not isinstance(as_supervised, (tuple, list)):
         raise ConfigurationError(
             "as_supervised must be a tuple of names such as ('image', 'label'). "
             f"Received: {as_supervised!r}."

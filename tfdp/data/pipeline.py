@@ -61,6 +61,11 @@ def select_features(
         names = tuple(as_supervised)
         examples = examples.map(lambda parts: tuple(parts[name] for name in names))
     if transform is not None:
+        if not callable(transform):
+            raise ConfigurationError(
+                "transform must be None or a function of an example's features. "
+                f"Received: {transform!r}."
+            )
         examples = examples.map(transform, num_parallel_calls=tf.data.AUTOTUNE)
     return examples
 

@@ -249,7 +249,8 @@ def index_tfrecords(
     check_one_of("compression", compression, COMPRESSIONS)
     if not features:
         raise ConfigurationError("features is empty; name at least one feature")
-    for feature, spec in features.items():
+    pairs = features.items() if isinstance(features, Mapping) else [(features, None)]
+    for feature, spec in pairs:
         if not isinstance(feature, str) or not isinstance(spec, FeatureSpec):
             raise ConfigurationError(
                 'features are names with a FeatureSpec each, as {"label": FeatureSpec('

@@ -236,7 +236,8 @@ def _ends(
         return [begin - 1 for begin in begins] + [len(nodes) - 1]
     if len(nodes) < stages:
         raise ConfigurationError(
-            f"A model of {len(nodes)} layers has no {stages} stages."
+            f"stages must be at most {len(nodes)}, the number of the model's layers. "
+            f"Received: {stages}."
         )
     weights = [_elements(node.operation) for node in nodes]
     work = [_work(node.operation, node.gives) for node in nodes]

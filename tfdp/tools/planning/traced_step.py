@@ -111,9 +111,10 @@ class TracedModel:
             self.model = build()
         is_model = isinstance(self.model, keras.Model)
         if not is_model or getattr(self.model, "optimizer", None) is None:
+            kind = "a model that is not compiled, " if is_model else ""
             raise ConfigurationError(
                 "The function must return a compiled Keras model. It returned: "
-                f"{type(self.model).__name__}."
+                f"{kind}{type(self.model).__name__}."
             )
         self.batch: BatchRows = batch_of(batch, self.model)
         # What the model requested; here XLA and eager mode are off.
