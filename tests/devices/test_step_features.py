@@ -9,9 +9,11 @@ import pytest
 from tests.support.fresh_python import run_program
 from tests.support.parity import make_strategy
 from tfdp.chain.reduction import Stage
+from tfdp.errors import ConfigurationError
 from tfdp.seams.replace import Override, around
 from tfdp.step import features
 from tfdp.step.features import Feature
+from tfdp.tools.commands.step_features import print_features
 
 
 class Noted(Feature, Stage):
@@ -168,3 +170,9 @@ def test_info_says_why_there_is_no_step_to_show(tmp_path):
     assert "nothing is trained" in done.stderr
     assert "ended without a training step in a graph of a tfdp strategy" in done.stderr
     assert "Train in the scope of one" in done.stderr
+
+
+def test_a_script_that_is_not_there_gets_the_nearest_name(tmp_path):
+    (tmp_path / "train.py").touch()
+    with pytest.raises(ConfigurationError, match=r"trian.py' for --step.*train.py\?"):
+        print_features(str(tmp_path / "trian.py"), [], as_json=False)

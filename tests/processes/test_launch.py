@@ -35,6 +35,12 @@ def launch(tmp_path):
         yield launches.run
 
 
+def test_an_option_after_the_program_is_told(launch):
+    code, out, err, _ = launch("print(*sys.argv[1:])", arguments=["--workers", "2"])
+    assert code == 0 and out == ["[0] --workers 2"]
+    assert "Options of tfdp launch come before the program." in err[0]
+
+
 def test_workers_meet_and_their_lines_carry_their_rank(launch):
     script = """
 print("arguments", *sys.argv[1:])

@@ -60,6 +60,7 @@ def test_help_and_lists_load_no_tensorflow(arguments, expected):
         ("report rnus/digits", "Did you mean runs/digits?"),
         ("report runs/7", "No such file"),
         ("launch --wrokers 2 train.py", "Did you mean --workers?"),
+        ("simulate --hardware a100", "usage: tfdp simulate [options] (tfdp simulate"),
         ("launch srcipts/digit.py", "Did you mean scripts/digits.py?"),
         ("merge rnus out.keras", "Did you mean runs?"),
         ("pln train.py", "Did you mean plan?"),

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import os
 import shutil
+import sys
 from collections.abc import Sequence
 from functools import partial
 
@@ -205,6 +206,12 @@ def _launch_here(options: argparse.Namespace, program: Program) -> int:
                 f"this process is already worker {cluster.rank} of {cluster.workers} "
                 f"({cluster.source}): run python here instead of tfdp launch."
             )
+    if options.workers is None and "--workers" in program.arguments:
+        print(
+            f"tfdp launch: {program.target} gets --workers, and one worker starts. "
+            "Options of tfdp launch come before the program.",
+            file=sys.stderr,
+        )
     workers: Workers = options.workers or Workers(1, 1)
     if workers.most > MOST_LOCAL_WORKERS:
         raise ConfigurationError(

@@ -46,6 +46,8 @@ COMMANDS = {
 TAKE_SCRIPTS = ("check", "info", "plan", "tune")
 # Exit codes: 128 + SIGPIPE, as shells report it, and output that cannot be written.
 READER_LEFT, NOT_WRITTEN = 141, 2
+# A longer usage would hide the error below it.
+MOST_USAGE_LINES = 8
 # argparse's own message.
 INVALID_CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
 
@@ -78,6 +80,8 @@ class Parser(argparse.ArgumentParser):
             choices = found[2].replace("'", "").split(", ")
             hint = did_you_mean(found[1], choices)
             message += f"{'.' if hint else ''}{hint}"
+        if self.format_usage().count("\n") > MOST_USAGE_LINES:
+            self.usage = "%(prog)s [options] (%(prog)s --help lists them)"
         super().error(message)
 
     @property

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from tfdp.errors import ConfigurationError
+from tfdp.files.near import did_you_mean_path, is_script
 from tfdp.step.watch_features import watch_features
 from tfdp.tools.commands.end_of_process import leave
 from tfdp.tools.commands.script_fit import as_main_program, ended_itself
@@ -23,7 +24,8 @@ def print_features(path: str, arguments: Sequence[str], *, as_json: bool) -> NoR
       Exception: what the script raised.
     """
     if not pathlib.Path(path).is_file():
-        raise ConfigurationError(f"There is no script {path!r} to run for --step.")
+        hint = did_you_mean_path(path, is_script)
+        raise ConfigurationError(f"There is no script {path!r} for --step.{hint}")
 
     def tell(replicas: int, features: list[dict[str, Any]]) -> None:
         if as_json:
