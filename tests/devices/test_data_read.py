@@ -172,3 +172,8 @@ def test_bad_arguments_are_refused(index, options, message):
     arguments = {"global_batch_size": 10, **options}
     with pytest.raises(ConfigurationError, match=message):
         data.read_tfrecords(index, **arguments)
+
+
+def test_a_selection_of_no_file_is_refused(index):
+    with pytest.raises(ConfigurationError, match=r"select\(\), match no file"):
+        data.read_tfrecords(index.select("none-*"), 10)

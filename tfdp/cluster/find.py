@@ -303,6 +303,13 @@ def find_cluster(environment: Mapping[str, str] | None = None) -> Cluster | None
     """
     is_own = environment is None
     environment = os.environ if environment is None else environment
+    given = environment if isinstance(environment, Mapping) else {"it": environment}
+    wrong = [name for name, value in given.items() if not isinstance(value, str)]
+    if wrong:
+        raise ClusterError(
+            "find_cluster takes None (the environment), or a dict of texts, such as "
+            f"{{'TFDP_WORKERS': '2'}}. {wrong[0]} is {type(given[wrong[0]]).__name__}."
+        )
     devices = integer(present(environment, DEVICES), DEVICES, least=1)
     claims = [claim for read in READERS if (claim := read(environment)) is not None]
     claims = _without_surroundings(claims)

@@ -43,7 +43,10 @@ def count_batches(examples: int, global_batch_size: int, drop_remainder: bool) -
     batches = batches_of(examples, global_batch_size, drop_remainder)
     if batches == 0:
         if not examples:
-            raise ConfigurationError("there are no examples: no batch can be made")
+            raise ConfigurationError(
+                "there are no examples: no batch can be made. Did a pattern, as of "
+                "select(), match no file?"
+            )
         raise ConfigurationError(
             f"a batch has {global_batch_size} rows and there are {examples} examples: "
             "no batch is left. Use a smaller batch, or drop_remainder=False"
