@@ -344,7 +344,7 @@ def test_the_module_prints_what_it_finds(environment, code, expected):
 
 @pytest.mark.parametrize(
     "environment, what",
-    [(["TFDP_WORKERS=2"], "it is list"), ({"TFDP_WORKERS": 2}, "TFDP_WORKERS is int")],
+    [(["TFDP_WORKERS=2"], "It is list"), ({"TFDP_WORKERS": 2}, "TFDP_WORKERS is int")],
 )
 def test_what_is_no_environment_is_refused(environment, what):
     with pytest.raises(ClusterError, match=f"a dict of texts.* {what}"):

@@ -303,7 +303,7 @@ def find_cluster(environment: Mapping[str, str] | None = None) -> Cluster | None
     """
     is_own = environment is None
     environment = os.environ if environment is None else environment
-    given = environment if isinstance(environment, Mapping) else {"it": environment}
+    given = environment if isinstance(environment, Mapping) else {"It": environment}
     wrong = [name for name, value in given.items() if not isinstance(value, str)]
     if wrong:
         raise ClusterError(
