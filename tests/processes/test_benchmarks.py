@@ -45,6 +45,30 @@ def test_a_script_measures_and_writes_its_figures(script, options, tmp_path):
     assert any(report[key] for key in ("rows", "results", "seconds") if key in report)
 
 
+@pytest.mark.slow
+def test_a_program_of_a_library_is_compared_with_one_device():
+    pytest.importorskip("keras_tuner", reason="needs keras-tuner")
+    done = run_python("-m", "benchmarks.downstream.one", "keras_tuner", "hyperband")
+    assert done.returncode == 0, done.stderr
+    [line] = [text for text in done.stdout.splitlines() if text.startswith("{")]
+    outcome = json.loads(line)
+    assert outcome["state"] == "equal" and outcome["largest"] < 2e-5, outcome
+
+
+def test_numbers_of_two_runs_are_compared():
+    from benchmarks.downstream.cases import _largest
+
+    one, other = (
+        {"loss": [2.0, 4.0], "a": {"b": 1.0}},
+        {"loss": [2.0, 3.0], "a": {"b": 1.0}},
+    )
+    assert _largest(one, one)[0] == 0.0
+    # One of three is the distance, on the scale of the largest number.
+    assert _largest(one, other) == (1.0 / 3.0, "/loss/1")
+    assert _largest(one, {"loss": [2.0, 4.0]})[0] == float("inf")
+    assert _largest({"a": float("nan")}, {"a": 0.0})[0] == float("inf")
+
+
 def test_the_script_that_takes_minutes_says_what_it_measures():
     done = run_python("-m", "benchmarks.prediction", "--help")
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,1 @@
+"""Programs of libraries that build on Keras, trained plainly and on two replicas."""

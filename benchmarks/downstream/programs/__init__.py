@@ -1,0 +1,1 @@
+"""One module for each library: functions that train, registered in `CASES`."""
