@@ -17,7 +17,7 @@ import tensorflow as tf
 
 import tfdp
 from tests.devices.test_checkpoint import make_model
-from tests.support.parity import classification_data
+from tests.support.parity import classification_data, make_strategy
 from tfdp._private import frames
 from tfdp._private.keras_loops import wrap_loop
 from tfdp.callbacks.training_state import put_back_random, random_now
@@ -274,6 +274,143 @@ def test_a_training_that_is_over_says_so(tmp_path):
     assert again.epoch == [0, 1]
 
 
+NUMBERS = tf.data.Dataset.range(24)
+
+
+def blocks(seed):
+    return tf.data.Dataset.range(0, 24, 4).shuffle(6, seed=seed)
+
+
+def block(first):
+    return tf.data.Dataset.range(first, first + 4)
+
+
+def shuffled_block(first):
+    return block(first).shuffle(4, seed=9)
+
+
+# Pipelines of numbers, and whether a resume reads ended passes again.
+ORDERS = {
+    "two": (lambda: NUMBERS.shuffle(24, seed=1).shuffle(9, seed=2), False),
+    "three": (
+        lambda: blocks(1).flat_map(block).shuffle(24, seed=2).shuffle(9, seed=3),
+        False,
+    ),
+    "of the global seed": (lambda: NUMBERS.shuffle(24).shuffle(9).shuffle(5), False),
+    "interleaved": (
+        lambda: blocks(1).interleave(block, cycle_length=2).shuffle(9, seed=2),
+        False,
+    ),
+    "in an interleave": (
+        lambda: blocks(1).interleave(shuffled_block, cycle_length=2).shuffle(9, seed=2),
+        False,
+    ),
+    "in parallel": (
+        lambda: (
+            blocks(1)
+            .interleave(shuffled_block, cycle_length=2, num_parallel_calls=2)
+            .prefetch(2)
+            .shuffle(9, seed=2)
+            .prefetch(2)
+        ),
+        False,
+    ),
+    "over one that stays": (
+        lambda: (
+            NUMBERS.shuffle(24, seed=1)
+            .shuffle(9, seed=2, reshuffle_each_iteration=False)
+            .repeat(1)
+        ),
+        False,
+    ),
+    "zipped": (
+        lambda: (
+            tf.data.Dataset.zip(blocks(1).flat_map(block), NUMBERS.shuffle(24, seed=3))
+            .map(lambda a, b: a * 24 + b)
+            .shuffle(9, seed=2)
+        ),
+        False,
+    ),
+    "of an outer one": (lambda: captured(NUMBERS.take(6).shuffle(6, seed=1)), True),
+    "repeated": (lambda: NUMBERS.take(12).shuffle(12, seed=1).repeat(2), True),
+    "joined": (
+        lambda: (
+            NUMBERS.take(8)
+            .concatenate(NUMBERS.skip(8).shuffle(16, seed=1))
+            .shuffle(9, seed=2)
+        ),
+        True,
+    ),
+    "cached": (
+        lambda: blocks(1).flat_map(block).cache().shuffle(9, seed=2),
+        False,
+    ),
+    "cached in order": (
+        lambda: blocks(1).flat_map(block).cache().map(lambda n: n),
+        True,
+    ),
+    "sampled": (
+        lambda: tf.data.Dataset.sample_from_datasets(
+            [NUMBERS.take(12).shuffle(12, seed=1), NUMBERS.skip(12).shuffle(3, seed=2)],
+            seed=3,
+            rerandomize_each_iteration=True,
+        ).shuffle(9, seed=4),
+        True,
+    ),
+}
+
+
+def captured(numbers):
+    return tf.data.Dataset.range(4).flat_map(lambda _: numbers).shuffle(9, seed=2)
+
+
+class Weights(keras.callbacks.Callback):
+    """The weight after each step: it depends on the order of all steps before."""
+
+    def on_train_begin(self, logs=None):
+        self.seen = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen.append(float(self.model.weights[0].numpy()[0, 0]))
+
+
+def weights_of_steps(numbers, folder=None, at=None, *, replicas=0, epochs=3, **options):
+    """The weight after each step of this process; `at`: the step that breaks it off."""
+    keras.utils.set_random_seed(5)
+    data = numbers().batch(4).map(lambda n: (tf.cast(n, tf.float32)[:, None] / 24,) * 2)
+    strategy = make_strategy(replicas) if replicas else tf.distribute.get_strategy()
+    with strategy.scope():
+        layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+        model = keras.Sequential([keras.Input((1,)), layer])
+        model.compile(keras.optimizers.SGD(0.05), "mse")
+    seen = Weights()
+    callbacks = [seen, *([] if at is None else [BreakOff(at)])]
+    if folder is not None:
+        callbacks.insert(0, tfdp.callbacks.Checkpoint(folder, every_steps=4))
+    with contextlib.nullcontext() if at is None else pytest.raises(Broken):
+        model.fit(data, epochs=epochs, verbose=0, callbacks=callbacks, **options)
+    return seen.seen
+
+
+@pytest.mark.parametrize(
+    "replicas, name",
+    [*((0, name) for name in ORDERS), (2, "two"), (2, "of an outer one")],
+)
+def test_orders_of_later_epochs_go_on(tmp_path, capfd, replicas, name):
+    """After the end of an epoch, and within the next."""
+    numbers, reads_again = ORDERS[name]
+    expected = weights_of_steps(numbers, replicas=replicas)
+    assert len(expected) == 18
+    begun = weights_of_steps(numbers, tmp_path, 15, replicas=replicas)
+    assert begun == expected[:15]
+    capfd.readouterr()
+    at_end = weights_of_steps(numbers, tmp_path, 5, replicas=replicas)
+    assert at_end == expected[12:17]
+    assert ("2 whole passes" in capfd.readouterr().err) == reads_again
+    within = weights_of_steps(numbers, tmp_path, replicas=replicas)
+    assert within == expected[16:]
+
+
 def test_an_order_without_a_seed_is_warned_of(tmp_path):
     model = make_model(0)
     tf.random.set_seed(None)
@@ -281,9 +418,23 @@ def test_an_order_without_a_seed_is_warned_of(tmp_path):
     callback = tfdp.callbacks.Checkpoint(tmp_path)
     with pytest.warns(CheckpointWarning, match="shuffle=True without a seed"):
         model.fit(x, y, verbose=0, callbacks=[callback])
-    dataset = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(24).batch(6)
-    with pytest.warns(CheckpointWarning, match="shuffle"):
-        model.fit(dataset, epochs=2, verbose=0, callbacks=[callback])
+    dataset = tf.data.Dataset.from_tensor_slices((x, y))
+    outer = dataset.shuffle(24)
+    for unseeded in (
+        dataset.shuffle(24),
+        dataset.shuffle(24).shuffle(6, seed=1),
+        dataset.batch(6).flat_map(
+            lambda *parts: tf.data.Dataset.from_tensor_slices(parts).shuffle(6)
+        ),
+        dataset.take(2).flat_map(lambda *_: outer),
+        dataset.map(lambda *row: row, num_parallel_calls=2, deterministic=False),
+    ):
+        with pytest.warns(CheckpointWarning, match="The order of the data changes"):
+            model.fit(
+                unseeded.batch(6),
+                verbose=0,
+                callbacks=[tfdp.callbacks.Checkpoint(tmp_path / str(id(unseeded)))],
+            )
 
 
 def test_other_data_is_refused(tmp_path):

@@ -14,6 +14,8 @@ from tests.support.package_source import REPOSITORY
 
 KILL = {"where": "within", "how": "kill", "rank": 1, "number": 5, "seconds": 0.02}
 TERM = {"where": "after", "how": "term", "rank": 1, "number": 4, "seconds": 0.0}
+# In the second epoch: the order of the first is drawn again.
+LATE_KILL = KILL | {"number": 11}
 COMMIT = {"where": "committing", "how": "kill", "rank": 0, "number": 2, "seconds": 1.0}
 FULL = {"point": "before the part", "how": "full", "rank": 1, "number": 1, "times": 1}
 NOT_SHARED = FULL | {"how": "not shared", "number": 3, "times": 2}
@@ -36,7 +38,7 @@ def long_stop(number, *faults):
 
 PLANS = {
     "everything": Plan(
-        *(0, "everything", [2, 2, 2], [KILL, TERM], [None, None, "byte"]),
+        *(0, "everything", [2, 2, 2], [LATE_KILL, TERM], [None, None, "byte"]),
         disks=[None, FULL, NOT_SHARED],
     ),
     "resized": Plan(

@@ -279,8 +279,17 @@ def input_of(options):
         return {"x": x, "y": y, "batch_size": ROWS}
     if options.data.startswith("grain"):
         return {"x": grain_input(x, y, options.data)}
-    dataset = tf.data.Dataset.from_tensor_slices((x, y))
-    return {"x": dataset.shuffle(SAMPLES, seed=3).batch(ROWS)}
+    # As files are read: they are shuffled, and then their samples.
+    files = tf.data.Dataset.from_tensor_slices(
+        (np.split(x, SAMPLES // ROWS), np.split(y, SAMPLES // ROWS))
+    ).shuffle(SAMPLES // ROWS, seed=3)
+    samples = files.interleave(file_of, cycle_length=2).shuffle(SAMPLES // 2, seed=4)
+    samples = samples.apply(tf.data.experimental.assert_cardinality(SAMPLES))
+    return {"x": samples.batch(ROWS)}
+
+
+def file_of(x, y):
+    return tf.data.Dataset.from_tensor_slices((x, y)).shuffle(ROWS, seed=5)
 
 
 def grain_input(x, y, kind):

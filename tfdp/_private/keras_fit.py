@@ -7,7 +7,7 @@ Keras gives callbacks neither its input nor each other. Checked against Keras 3.
 from __future__ import annotations
 
 import contextlib
-import weakref
+import itertools
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NamedTuple
@@ -16,19 +16,23 @@ import keras
 import tensorflow as tf
 
 from tfdp._private import frames
+from tfdp._private.drawn_order import (
+    DrawnOrder,
+    draw,
+    draws_of_pass,
+    keepers_of,
+    stages_without_seed,
+)
 from tfdp._private.keras_models import (
     build_symbolically,
     build_without_optimizer,
     updates_all_variables,
 )
-from tfdp._private.names import global_seed, stages_of
+from tfdp._private.names import datasets_of_hosts, global_seed
 from tfdp.errors import ConfigurationError, DataError
 from tfdp.seams.replace import replace
 
-SHUFFLES = {"_ShuffleDataset", "ShuffleDataset", "_RandomDataset", "RandomDataset"}
 END = object()
-# For other adapters a pass would call the user's Python code.
-WITH_SEEDS = {"TFDatasetAdapter", "ArrayDataAdapter"}
 
 
 class FitLocals(NamedTuple):
@@ -79,15 +83,19 @@ class PassesOfData:
     def __init__(self, epoch_iterator: Any, validated: Any = None):
         self._of_keras = epoch_iterator
         self._validated = validated
-        self._started = 0
+        self._started = self._read = 0
+        self._is_read = False  # the iterator that was started last
         replace(epoch_iterator, "_get_iterator", self._counted)
+        # Keras' own, or an earlier override.
+        self._enumerate_epoch = epoch_iterator._enumerate_iterator
+        replace(epoch_iterator, "_enumerate_iterator", self._read_in_epoch)
         self._order = order_of(epoch_iterator)
         if hasattr(epoch_iterator.data_adapter, "py_dataset"):
             # Its order is drawn when an epoch ends, and was when `fit` began.
             self._order.note_pass()
             replace(epoch_iterator.data_adapter, "on_epoch_end", self._counted_end)
-        #: Draws before this `fit`: a script may read the same data twice.
-        self.drawn_before = self._order.drawn
+        #: Passes begun, and read, before this `fit`: a script may read the data twice.
+        self.drawn_before, self.read_before = self._order.drawn, self._order.read
 
     @property
     def adapter(self) -> Any:
@@ -98,6 +106,7 @@ class PassesOfData:
 
     def _counted(self) -> Any:
         self._started += 1
+        self._is_read = False
         if not hasattr(self._of_keras.data_adapter, "py_dataset"):
             self._order.note_pass()
         return type(self._of_keras)._get_iterator(self._of_keras)
@@ -107,32 +116,93 @@ class PassesOfData:
         adapter = self._of_keras.data_adapter
         type(adapter).on_epoch_end(adapter)
 
-    def draw_again(self, place: Any) -> None:
-        """Advances the data order to `place`; raises if the data was read further."""
+    def _read_in_epoch(self) -> Iterator[tuple[int, int, Any]]:
+        # At the end of an epoch Keras starts an iterator that it does not read.
+        for begin, end, iterator in self._enumerate_epoch():
+            if not self._is_read:
+                self._is_read = True
+                self._read += 1
+                self._order.note_read()
+            yield begin, end, iterator
+
+    def draw_again(self, place: Any, *, is_over: bool = False) -> None:
+        """Advances the data order to `place`; raises if the data was read further.
+
+        With `is_over` the `fit` has ended there: it reads the last pass no further.
+        """
         it, adapter = self._of_keras, self._of_keras.data_adapter
         is_python = hasattr(adapter, "py_dataset")
-        done = place.epoch - place.first_epoch if is_python else place.passes_ended
-        missing = place.drawn_before + done - self._order.drawn
+        begun = place.passes_begun if is_over else place.passes_ended
+        read = place.passes_read + (is_over and place.batches_read > 0)
+        begun = place.epoch - place.first_epoch if is_python else begun
+        missing = place.drawn_before + begun - self._order.drawn
+        missing_read = place.read_before + read - self._order.read
         if not self._order.is_kept:
-            missing = done
+            missing, missing_read = begun, read
         if missing < 0:
             raise ConfigurationError(
                 "This program has read the dataset further than the checkpoint, so its "
                 "order cannot be repeated. Create it again before fit, or restart the "
                 "program; and give two trainings of one program separate directories."
             )
-        self.drawn_before = place.drawn_before
+        self.drawn_before, self.read_before = place.drawn_before, place.read_before
         if is_python:
             for _ in range(missing):
                 adapter.py_dataset.on_epoch_begin()
                 adapter.py_dataset.on_epoch_end()
                 self._order.note_pass()
-        elif type(adapter).__name__ in WITH_SEEDS:
+        elif type(adapter).__name__ == "ArrayDataAdapter":
             for _ in range(missing):
-                # Each pass draws the seeds of its shuffles when it begins.
+                # A pass over arrays draws its order when it begins.
                 iter(type(it)._get_iterator(it))
-                self._order.note_pass()
-        self._started = place.passes_ended
+        elif type(adapter).__name__ == "TFDatasetAdapter":
+            partly = place.batches_read if is_over else 0
+            self._draw_passes(missing, max(missing_read, 0), partly)
+        self._started, self._read = place.passes_ended, place.passes_read
+
+    def _draw_passes(self, begun: int, read: int, partly: int) -> None:
+        """Draws the orders of passes: `begun`, of which some were `read`.
+
+        `partly`: the batches that the last of these has read; 0: all.
+        """
+        datasets, _ = what_fit_reads(self._of_keras)
+        draws = draws_of_pass(datasets)
+        if draws is not None:
+            draw(draws, begun, read)
+        else:
+            for number in range(begun):
+                is_last = number + 1 == read
+                batches = partly if is_last and partly else self._batches_of_pass
+                self._read_again(batches if number < read else 0)
+        for _ in range(begun):
+            self._order.note_pass()
+        for _ in range(read):
+            self._order.note_read()
+
+    @property
+    def _batches_of_pass(self) -> int | None:
+        """The batches that Keras reads of a pass; None: until the data ends."""
+        it = self._of_keras
+        batches = it.data_adapter.num_batches
+        if it.steps_per_epoch is not None or batches is None:
+            return None
+        # It reads whole executions.
+        return -(-batches // it.steps_per_execution) * it.steps_per_execution
+
+    def _read_again(self, batches: int | None) -> None:
+        """Starts a pass, and reads `batches` of it; None: all."""
+        iterator = iter(type(self._of_keras)._get_iterator(self._of_keras))
+        numbers = itertools.count() if batches is None else range(batches)
+        for _ in numbers:
+            if next(iterator, END) is END:
+                return
+
+    @property
+    def reads_passes_again(self) -> bool:
+        """Whether a resume has to read ended passes again, to repeat their draws."""
+        if type(self.adapter).__name__ != "TFDatasetAdapter":
+            return False
+        return draws_of_pass(what_fit_reads(self._of_keras)[0]) is None
 
     def build(self, model: keras.Model) -> None:
         """Builds a model and its metrics from the element spec, if it suffices.
@@ -151,9 +221,12 @@ class PassesOfData:
     @property
     def without_seed(self) -> list[str]:
         """Why the data order differs between processes, as texts."""
-        dataset, is_unseeded = what_fit_reads(self._of_keras)
+        datasets, is_unseeded = what_fit_reads(self._of_keras)
         found = ["shuffle=True without a seed"] if is_unseeded else []
-        return found if dataset is None else [*found, *stages_without_seed(dataset)]
+        return [
+            *found,
+            *(text for one in datasets for text in stages_without_seed(one)),
+        ]
 
     @property
     def shares_order(self) -> bool:
@@ -165,8 +238,17 @@ class PassesOfData:
         """Batches per epoch; None until Keras knows."""
         return self._of_keras.num_batches
 
-    def place(self, is_epoch_end: bool) -> tuple[int, int]:
-        """The number of finished passes, and of batches read in the next one."""
+    def place(self, is_epoch_end: bool) -> dict[str, int]:
+        """The numbers of passes, and of batches read in the one that goes on."""
+        ended, batches = self._ended(is_epoch_end)
+        return {
+            "passes_begun": self._started,
+            "passes_ended": ended,
+            "passes_read": self._read - (ended < self._started and self._is_read),
+            "batches_read": batches,
+        }
+
+    def _ended(self, is_epoch_end: bool) -> tuple[int, int]:
         it = self._of_keras
         goes_on = it.steps_per_epoch is not None or not is_epoch_end
         if self._started and goes_on and it._current_iterator is not None:
@@ -215,49 +297,18 @@ class PassesOfData:
         replace(it, "_enumerate_iterator", first_epoch)
 
 
-def what_fit_reads(epoch_iterator: Any) -> tuple[tf.data.Dataset | None, bool]:
-    """The dataset given to `fit`, and whether Keras shuffles arrays without a seed."""
+def what_fit_reads(epoch_iterator: Any) -> tuple[list[tf.data.Dataset], bool]:
+    """The datasets given to `fit`, and whether Keras shuffles arrays without a seed."""
     adapter = epoch_iterator.data_adapter
     dataset = getattr(adapter, "_dataset", None)
-    if not isinstance(dataset, tf.data.Dataset):
-        dataset = None
+    if isinstance(dataset, tf.data.Dataset):
+        datasets = [dataset]
+    else:
+        datasets = datasets_of_hosts(dataset)
     is_shuffled_array = type(adapter).__name__ == "ArrayDataAdapter" and bool(
         getattr(adapter, "_shuffle", False)
     )
-    return dataset, is_shuffled_array and global_seed() is None
-
-
-# Passes over data in an order that depends on the pass before: a tf.data shuffle, a
-# PyDataset with an `on_epoch_end`.
-_drawn: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-
-
-class DrawnOrder:
-    """How far this process has advanced the data order, stored per keeper object."""
-
-    def __init__(self, keepers: list[Any]):
-        self._keepers = keepers
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether the next `fit` on the same data continues the order."""
-        return bool(self._keepers)
-
-    @property
-    def drawn(self) -> int:
-        """The number of passes over the data in this process."""
-        return max((_drawn.get(keeper, 0) for keeper in self._keepers), default=0)
-
-    def is_drawn_by(self, other: Any) -> bool:
-        """Whether the dataset also reads one of these objects."""
-        if not isinstance(other, tf.data.Dataset):
-            return False
-        return any(stage is k for stage in stages_of(other) for k in self._keepers)
-
-    def note_pass(self) -> None:
-        """Counts a pass when it begins, for a PyDataset when it ends."""
-        for keeper in self._keepers:
-            _drawn[keeper] = _drawn.get(keeper, 0) + 1
+    return datasets, is_shuffled_array and global_seed() is None
 
 
 def order_of(epoch_iterator: Any) -> DrawnOrder:
@@ -267,17 +318,5 @@ def order_of(epoch_iterator: Any) -> DrawnOrder:
         changes = type(python).on_epoch_end is not keras.utils.PyDataset.on_epoch_end
         has_order = changes and type(python).__hash__ is not None
         return DrawnOrder([python] if has_order else [])
-    dataset, _ = what_fit_reads(epoch_iterator)
-    stages = () if dataset is None else stages_of(dataset)
-    return DrawnOrder([s for s in stages if type(s).__name__ in SHUFFLES])
-
-
-def stages_without_seed(dataset: tf.data.Dataset) -> Iterator[str]:
-    """Why the order of `dataset` differs between processes, as texts."""
-    if dataset.options().deterministic is False:
-        yield "deterministic=False"
-    for stage in stages_of(dataset):
-        if type(stage).__name__ in SHUFFLES:
-            seeds = [vars(stage).get(name) for name in ("_seed", "_seed2")]
-            if all(seed is not None and not int(seed) for seed in seeds):
-                yield "shuffle(...) without a seed"
+    datasets, _ = what_fit_reads(epoch_iterator)
+    return DrawnOrder(keepers_of(datasets))

@@ -165,6 +165,40 @@ def stages_of(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
             todo += stage._inputs()
 
 
+def inputs_of(stage: tf.data.Dataset) -> Sequence[tf.data.Dataset]:
+    """The stages that a stage reads."""
+    return stage._inputs()  # type: ignore[no-any-return]
+
+
+def repeats_of(stage: tf.data.Dataset) -> int | None:
+    """How often a `repeat` reads its input; -1: forever; None: unknown."""
+    count = tf.get_static_value(stage._count)
+    return None if count is None else int(count)
+
+
+def datasets_of_hosts(distributed: Any) -> list[tf.data.Dataset]:
+    """The datasets that a distributed dataset reads here; [] for other objects."""
+    # The attribute of datasets, and of functions that make them.
+    for name in ("_cloned_datasets", "_datasets"):
+        if hasattr(distributed, name):
+            return list(getattr(distributed, name))
+    return []
+
+
+def graphs_of(dataset: tf.data.Dataset) -> Iterator[Any]:
+    """The graphs of the functions that `dataset` itself calls."""
+    for wrapper in dataset._functions():
+        yield wrapper.function.graph
+
+
+def captured_datasets(dataset: tf.data.Dataset) -> Iterator[tf.Tensor]:
+    """The variant tensors that functions of `dataset` take from outside."""
+    for wrapper in dataset._functions():
+        yield from (
+            t for t in wrapper.function.captured_inputs if t.dtype == tf.variant
+        )
+
+
 def operations_of(dataset: tf.data.Dataset) -> Iterator[str]:
     """The op types in the functions that `dataset` itself calls."""
     for wrapper in dataset._functions():

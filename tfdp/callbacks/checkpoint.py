@@ -243,6 +243,9 @@ class Checkpoint(keras.callbacks.Callback):
         skips = ""
         if place.batches_read and not is_placed:
             skips = f"; reads {place.batches_read} batches again and skips them"
+        if place.passes_read and self._passes.reads_passes_again:
+            # Its shuffles depend on how far each pass was read.
+            skips += f"; reads {place.passes_read} whole passes over the data again"
         self._print(
             f"tfdp: resumes from {restored.directory}: step {restored.step}, epoch "
             f"{place.epoch + 1}, batch {place.batch}{skips}"
@@ -359,7 +362,7 @@ class Checkpoint(keras.callbacks.Callback):
         """
         if self._is_first_epoch and self.restored is not None:
             # There was nothing to train; the program continues as if it had been.
-            self._passes.draw_again(self._place)
+            self._passes.draw_again(self._place, is_over=True)
             self._restore_others()
         self._close()
         if self._signals.received is not None:
@@ -377,25 +380,26 @@ class Checkpoint(keras.callbacks.Callback):
     def _save(self, *, is_epoch_end: bool) -> None:
         self._saved_seconds = time.monotonic()
         self._hidden.warn_of_used()
-        ended, read = self._passes.place(is_epoch_end)
+        passes = self._passes.place(is_epoch_end)
         if self._own_pace is not None and self.params["steps"] is None:
-            read = min(read, self._batch)  # a step may have found the end of the data
+            # A step may have found the end of the data.
+            passes["batches_read"] = min(passes["batches_read"], self._batch)
         place = FitPosition(
             epoch=self._epoch + is_epoch_end,
             batch=0 if is_epoch_end else self._batch,
-            passes_ended=ended,
-            batches_read=read,
+            **passes,
             batches_per_epoch=self._passes.batches_per_epoch,
             has_stopped=bool(is_epoch_end and self.model.stop_training),
             first_epoch=self._first_epoch,
             drawn_before=self._passes.drawn_before,
+            read_before=self._passes.read_before,
         )
         program = {
             "place": place.as_json(),
             "callbacks": kept_of(self._others),
             "random": random_now() if is_epoch_end else self._random,
             "logs": kept_logs(self._logs),
-            "input": self._input.kept(read),
+            "input": self._input.kept(place.batches_read),
         }
         step = self._step
         if self._own_pace is not None:

@@ -316,12 +316,15 @@ class FitPosition:
 
     epoch: int
     batch: int  # of the epoch
-    passes_ended: int  # over the data
+    passes_begun: int  # over the data
+    passes_ended: int
+    passes_read: int  # ended ones of which a batch was read
     batches_read: int  # of the current pass
     batches_per_epoch: int | None  # None: Keras could not determine them
     has_stopped: bool  # whether a callback had stopped the training
     first_epoch: int  # at which the training began
-    drawn_before: int  # how often the data order was drawn before it began
+    drawn_before: int  # passes over the data before it began
+    read_before: int  # those of which a batch was read
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -337,8 +340,9 @@ class FitPosition:
         if place is None or not all(
             is_count(number)
             for number in (
-                *(place.epoch, place.batch, place.passes_ended, place.batches_read),
-                *(place.batches_per_epoch or 0, place.first_epoch, place.drawn_before),
+                *(place.epoch, place.batch, place.batches_read, place.first_epoch),
+                *(place.passes_begun, place.passes_ended, place.passes_read),
+                *(place.batches_per_epoch or 0, place.drawn_before, place.read_before),
             )
         ):
             raise DataError(
