@@ -170,7 +170,9 @@ def all_sum(values: Any) -> Any:
 
     Args:
       values: a number or a tensor, of the same shape on all replicas, or a structure
-        of them.
+        of them. Gradients may be None, and `tf.IndexedSlices`: tfdp's strategies give
+        one device's rows, so that a norm is that of `global_clipnorm`. It counts rows
+        of one word apart; of their sum, it needs `tf.convert_to_tensor(gradient)`.
 
     Returns:
       The same structure. Outside replicas, as while Keras infers a layer's shapes, on
@@ -204,7 +206,11 @@ def all_sum(values: Any) -> Any:
     context = replicas_in_sync("all_sum")
     if context is None:
         return values
-    return context.all_reduce(tf.distribute.ReduceOp.SUM, values)
+    parts = tf.nest.flatten(values)
+    given = [part for part in parts if part is not None]
+    sums = iter(context.all_reduce(tf.distribute.ReduceOp.SUM, given))
+    results = [part if part is None else next(sums) for part in parts]
+    return tf.nest.pack_sequence_as(values, results)
 
 
 def own_rows(values: Any, like: Any) -> Any:

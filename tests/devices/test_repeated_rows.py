@@ -306,6 +306,86 @@ def test_rows_that_one_device_has_once_are_added(optimizer, replicas):
         assert len(copies) == 1
 
 
+class ClippedByHand(keras.Model):
+    """Clips in its own step, from the sums over the replicas, to a norm of 0.1."""
+
+    def __init__(self, first, make_dense):
+        super().__init__()
+        self.first, self.second = first, keras.layers.Dense(2)
+        self.unused = keras.layers.Dense(1)
+        self.unused.build((None, 1))
+        self.make_dense = make_dense
+
+    def call(self, x):
+        return self.second(self.first(x))
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x))
+        weights = self.trainable_variables
+        given = gradients = tape.gradient(loss, weights)
+        if self.make_dense:
+            given = [None if g is None else tf.convert_to_tensor(g) for g in given]
+        norm = tf.linalg.global_norm(tfdp.losses.all_sum(given))
+        factor = 0.1 / tf.maximum(norm, 0.1)
+        scaled = [None if g is None else g * factor for g in gradients]
+        self.optimizer.apply(scaled, weights)
+        return {"norm": norm}
+
+
+def words_of(rng):
+    return np.minimum(rng.zipf(1.5, (17, 5)), WORDS).astype("int32") - 1
+
+
+def sparse_rows(rng):
+    x = rng.normal(size=(17, 12)).astype("float32")
+    return tf.sparse.from_dense(np.where(np.abs(x) < 0.8, 0, x))
+
+
+# The first layer, and its input; the gradient of its table has, on one device,
+FIRST = {
+    "a row for each word": (lambda: keras.layers.Embedding(WORDS, WIDTH), words_of),
+    "a row for each place": (lambda: WithPositions(by_place), words_of),
+    "a row three times": (lambda: WithPositions(by_place_of_three), words_of),
+    "a row for each column": (lambda: keras.layers.Dense(5, "tanh"), sparse_rows),
+}
+
+
+def trained_by_hand(strategy, first, make_dense):
+    """The weights after clipped steps, and the last norm; 1 row in the second batch."""
+    make, rows_of = FIRST[first]
+    rng = np.random.default_rng(5)
+    data = tf.data.Dataset.from_tensor_slices(rows_of(rng))
+    y = rng.normal(size=(17, 1, 2) if rows_of is words_of else (17, 2))
+    data = tf.data.Dataset.zip((data, tf.data.Dataset.from_tensor_slices(y))).batch(16)
+    with strategy.scope():
+        keras.utils.set_random_seed(3)
+        model = ClippedByHand(make(), make_dense)
+        for x, _ in data.take(1):
+            model(x)
+        model.compile(keras.optimizers.SGD(1.0), "mse", jit_compile=False)
+    history = model.fit(data, epochs=2, verbose=0)
+    return model, history.history["norm"][-1]
+
+
+@pytest.mark.worth_seconds(4)
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+@pytest.mark.parametrize("make_dense", [False, True], ids=["rows", "dense"])
+@pytest.mark.parametrize("first", FIRST)
+def test_a_norm_of_all_sum_is_one_devices(first, make_dense):
+    """Of the rows as one device has them; of dense gradients, that of the true sum."""
+    one = tf.distribute.get_strategy()
+    expected, norm = trained_by_hand(one, first, make_dense)
+    found, norm_found = trained_by_hand(make_strategy(2), first, make_dense)
+    # Sums of 16 rows of 10 numbers in 4 steps, each of a length of 0.1.
+    np.testing.assert_allclose(norm_found, norm, rtol=1e-5)
+    assert largest_difference(found, expected) < 2e-6
+    _, of_other = trained_by_hand(one, first, not make_dense)
+    has_repeated_rows = first != "a row for each column"
+    assert (abs(of_other / norm - 1) > 1e-2) == has_repeated_rows
+
+
 def test_it_is_refused_where_replicas_train_alone():
     strategy = make_strategy(2, repeated_rows="sum")
     sync = tfdp.sync.LocalSGD(every=2, across="replicas")
@@ -335,13 +415,18 @@ class WithPositions(keras.layers.Layer):
         return self.words(words) + self.places(self.places_of(words))
 
 
+def by_place(words):
+    return keras.ops.arange(words.shape[1])
+
+
+def by_place_of_three(words):
+    return tf.range(tf.shape(words)[1]) % 3
+
+
 @pytest.mark.parametrize("rows", [32, 17], ids=["even", "a replica without rows"])
 @pytest.mark.parametrize(
     "places_of",
-    [
-        lambda words: keras.ops.arange(words.shape[1]),
-        lambda words: tf.range(tf.shape(words)[1]) % 3,
-    ],
+    [by_place, by_place_of_three],
     ids=["each once", "some several times"],
 )
 def test_rows_of_positions_are_those_of_one_device(places_of, rows):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -20,11 +20,12 @@ from tfdp._private.keras_layers import replaced_in, stored_value
 from tfdp._private.keras_models import layers_within
 from tfdp._private.optimizer_hooks import CLIPPING
 from tfdp.chain.reduction import Reduction, Stage
-from tfdp.exchange.sparse import SMALL_TABLE_BYTES, merge_rows
+from tfdp.exchange.sparse import SMALL_TABLE_BYTES, merge_rows, rows_once
 from tfdp.lint.op_kinds import gives_each_once
 from tfdp.lint.registry import is_of_graph
 from tfdp.plan.shards import RowLayout
 from tfdp.tracing.state_checks import has_same_rows
+from tfdp.tracing.step import Step
 
 INDEX_BYTES = 4  # Keras looks words up by int32
 
@@ -176,6 +177,21 @@ class TableRows(Stage):
             rows = reduction.gradients[place]
             if isinstance(rows, tf.IndexedSlices):
                 reduction.gradients[place] = merge_rows(rows)
+
+
+def reduce_as_one_device(
+    values: Sequence[Any], step: Step, rank: Any, reduce: Callable[[list[Any]], Any]
+) -> list[Any]:
+    """`reduce` of a program's values, some of them slices: these get each row as often
+    as one device has it, so that a norm of them is what an optimizer clips by."""
+    same = [has_same_rows(value, step, rank) for value in values]
+    sums = reduce([v.values if s else v for v, s in zip(values, same, strict=True)])
+    results = []
+    for given, is_same, total in zip(values, same, sums, strict=True):
+        if is_same:
+            total = tf.IndexedSlices(total, given.indices, given.dense_shape)
+        results.append(rows_once(total) if has_rows_once(given) else total)
+    return results
 
 
 def _all_within(optimizer: Optimizer) -> Iterator[Optimizer]:

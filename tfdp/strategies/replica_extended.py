@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -159,9 +160,14 @@ class ReplicaExtended(LastingInput):
     def _replica_ctx_all_reduce(
         self, reduce_op: Any, value: Any, options: Any = None
     ) -> Any:
-        value = self._real_input(reduce_op, value)
-        refuse_in_local_step(self.current_step)
-        return self._reduced(reduce_op, value)
+        flat = tf.nest.flatten(value)
+        if all(isinstance(part, tf.Tensor) for part in flat):
+            return self._reduced(reduce_op, value)
+        from tfdp.chain.table_rows import reduce_as_one_device
+
+        reduce = functools.partial(self._reduced, reduce_op)
+        results = reduce_as_one_device(flat, self.current_step, current_rank(), reduce)
+        return tf.nest.pack_sequence_as(value, results)
 
     def _real_input(self, reduce_op: Any, value: Any) -> Any:
         """A replica's input to a user's reduction, without dummy rows."""
@@ -183,6 +189,8 @@ class ReplicaExtended(LastingInput):
 
     def _reduced(self, reduce_op: Any, value: Any) -> Any:
         """A user's sum or mean in a graph, outside of overridden optimizers."""
+        value = self._real_input(reduce_op, value)
+        refuse_in_local_step(self.current_step)
         flat, rank = tf.nest.flatten(value), current_rank()
         mean = reduce_op == tf.distribute.ReduceOp.MEAN
         if sums_without_overrides() and not mean:
