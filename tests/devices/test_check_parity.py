@@ -14,7 +14,12 @@ import pytest
 import tensorflow as tf
 
 import tfdp
-from tests.support.parity import classification_data, make_strategy, stock_strategy
+from tests.support.parity import (
+    classification_data,
+    loss_and_gradients,
+    make_strategy,
+    stock_strategy,
+)
 from tests.support.parity_faults import (
     CLASSES,
     EVEN,
@@ -242,6 +247,53 @@ def test_an_error_of_a_thousandth_is_seen_and_not_explained():
     assert report.rows[0].update_ratio == pytest.approx(1.001, abs=1e-5)
     assert {row.first_step_over for row in report.rows} == {1}
     assert [found.cause for found in report.causes] == ["unknown"]
+
+
+def clipping_step(most, *, by_all=False):
+    """A model class with a step of its own that clips to a norm of `most`."""
+
+    class Clipping(keras.Sequential):
+        def train_step(self, data):
+            loss, gradients = loss_and_gradients(self, data)
+            if by_all:
+                norm = tf.linalg.global_norm(tfdp.losses.all_sum(gradients))
+                gradients = [g * most / tf.maximum(norm, most) for g in gradients]
+            else:
+                gradients, _ = tf.clip_by_global_norm(gradients, most)
+            self.optimizer.apply(gradients, self.trainable_variables)
+            return {"loss": loss}
+
+    return Clipping
+
+
+# What a step does to gradients, and the layers; then the causes.
+CHANGES_OF_STEPS = {
+    "clips": (clipping_step(0.01), [], ["gradients changed in the step"]),
+    "clips by the norm of all": (clipping_step(0.01, by_all=True), [], []),
+    # The analysis tells of it, but it changes nothing.
+    "never clips": (
+        clipping_step(1e9),
+        [keras.layers.BatchNormalization],
+        ["batch normalization per replica"],
+    ),
+}
+
+
+@pytest.mark.worth_seconds(4)
+@pytest.mark.filterwarnings("ignore:In a step of model .* gradients were changed")
+@pytest.mark.parametrize("row", CHANGES_OF_STEPS)
+def test_a_change_of_gradients_in_a_step_is_named(row):
+    """Not "sum of local means", which the same rows and plain SGD would confirm."""
+    model_class, layers, causes = CHANGES_OF_STEPS[row]
+    case = Case(mlp(*layers, model_class=model_class))
+    report = check(case, make_strategy(2))
+    assert [found.cause for found in report.causes] == causes
+    if row == "clips":
+        [found] = report.causes
+        assert found.where == ("Clipping.train_step",)
+        assert found.why.startswith("Gradients were changed before apply")
+        assert found.instead.startswith("Let the optimizer do it")
+        assert "all_sum(gradients)" in found.instead
 
 
 def test_dropout_is_switched_off_and_noted():

@@ -13,6 +13,7 @@ from tests.support.fresh_python import run_program
 from tests.support.package_source import REPOSITORY
 from tfdp.tools.testing import rounding
 from tfdp.tools.testing.causes import (
+    CHANGED_GRADIENTS,
     COMBINATIONS,
     FROM_FACTS,
     SEPARABLE,
@@ -25,6 +26,7 @@ from tfdp.tools.testing.facts import CauseFacts
 from tfdp.tools.testing.report import (
     HIDDEN_BY_DRAWS,
     INTENDED,
+    MOST_EXCEEDING,
     Finding,
     ParityReport,
     VariableRow,
@@ -138,6 +140,19 @@ def test_a_report_reads():
     ]
 
 
+def test_a_report_of_many_rows_that_exceed_shows_the_worst():
+    over = [
+        dataclasses.replace(OVER, path=f"weight{place}", bound=1e-7 * (place + 1))
+        for place in range(MOST_EXCEEDING + 3)
+    ]
+    made = report(*over, ROW)
+    text = str(made)
+    assert text.count("EXCEEDS") == MOST_EXCEEDING and text.count("  holds") == 1
+    assert "3 more exceed" in text and "--json" in text
+    assert "weight0 " in text and over[-1].path not in text
+    assert len(made.to_json()["rows"]) == len(over) + 1
+
+
 def test_a_report_that_holds_counts_what_tells_nothing():
     assert "1 moved too little to be conclusive" in str(report(ROW, SILENT))
 
@@ -210,6 +225,8 @@ FACTS = CauseFacts(
     train_step="Mine",
     loss_functions=("f",),
     sample_weights=True,
+    gradient_change="Clipped",
+    gradient_advice="do that",
     half_precision=True,
     finite_on_one_device=False,
     finite_on_replicas=False,
@@ -219,7 +236,14 @@ FACTS = CauseFacts(
 INNOCENT = CauseFacts(replicas=3, batch_rows=(6, 9), optimizer="SGD")
 CAUSES = {
     cause.name: cause
-    for cause in (*FROM_FACTS, *SEPARABLE, *sum(COMBINATIONS, ()), TOLD, UNKNOWN)
+    for cause in (
+        *FROM_FACTS,
+        *SEPARABLE,
+        CHANGED_GRADIENTS,
+        *sum(COMBINATIONS, ()),
+        TOLD,
+        UNKNOWN,
+    )
 }
 
 
@@ -234,10 +258,13 @@ def test_every_cause_has_its_words(cause):
         assert set(fields) <= set(vars(FACTS))
         assert "{" not in text.format(**vars(FACTS))
     assert cause.why and cause.instead
-    assert bool(cause.change) == bool(cause.evidence)
+    # The analysis of a step is evidence without an experiment.
+    assert bool(cause.change or cause is CHANGED_GRADIENTS) == bool(cause.evidence)
 
 
-@pytest.mark.parametrize("cause", [*FROM_FACTS, *SEPARABLE], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "cause", [*FROM_FACTS, *SEPARABLE, CHANGED_GRADIENTS], ids=lambda c: c.name
+)
 def test_a_cause_without_its_facts_is_none(cause):
     assert cause.where(INNOCENT) is None
 
@@ -245,6 +272,7 @@ def test_a_cause_without_its_facts_is_none(cause):
 def test_places():
     assert CAUSES["uneven batches"].where(FACTS) == ("batch 2 of 7 rows",)
     assert CAUSES["sum of local means"].where(FACTS) == ("Mine.train_step", "loss f")
+    assert CHANGED_GRADIENTS.where(FACTS) == ("Mine.train_step",)
     assert CAUSES["means of means"].where(FACTS) == ("c", "sample_weight")
 
 

@@ -101,6 +101,9 @@ class Findings:
     def has(self, kind: str) -> bool:
         return kind in self._by_kind
 
+    def __getitem__(self, kind: str) -> str:
+        return self._by_kind.get(kind, "")
+
     def drop(self, kind: str) -> None:
         self._by_kind.pop(kind, None)
 

@@ -12,7 +12,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import keras
 import tensorflow as tf
@@ -39,6 +39,7 @@ from tfdp.errors import (
     LocalStateWarning,
     ScopeError,
 )
+from tfdp.lint.findings import Findings
 from tfdp.plan.options import TPU
 from tfdp.plan.shards import WithOptions
 from tfdp.step import build, distillation  # noqa: F401 (replace methods of Keras)
@@ -405,6 +406,8 @@ class ReplicaContextStrategy(WithOptions, tf.distribute.Strategy):
         is_model = isinstance(model, keras.Model)
         name = model.name if is_model else None
         fn = model if model is not None else getattr(called, "__func__", called)
+        if is_model:
+            self.suspicions[model] = step.suspicions
         where = "In a step" if name is None else f"In a step of model {name!r}"
         for category, sentences in (
             (LocalMeanWarning, step.suspicions),
@@ -417,6 +420,9 @@ class ReplicaContextStrategy(WithOptions, tf.distribute.Strategy):
                         continue
                     told.add(sentence)
                 warnings.warn(f"{where} {sentence}.", category, stacklevel=4)
+
+    #: Findings about each model's last step, for `tfdp check`.
+    suspicions: ClassVar = weakref.WeakKeyDictionary[keras.Model, Findings]()
 
     @functools.cached_property
     def _told(self) -> weakref.WeakKeyDictionary[Any, set[str]]:

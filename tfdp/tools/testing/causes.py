@@ -141,6 +141,19 @@ SEPARABLE = (
     ),
 )
 
+# No experiment takes lines out of a step: its analysis says so.
+CHANGED_GRADIENTS = Cause(
+    name="gradients changed in the step",
+    where=lambda facts: (
+        _hand_written(facts)[: bool(facts.train_step)]
+        if facts.gradient_change
+        else None
+    ),
+    why="{gradient_change}.",
+    instead="{gradient_advice}.",
+    evidence="the analysis of the step (LocalMeanWarning)",
+)
+
 _MEANS_OF_MEANS = Cause(
     name="means of means",
     where=_weighted_means,

@@ -46,6 +46,7 @@ class Comparison:
     finite_on_replicas: bool
     loss_one_device: float | None
     loss_replicas: float | None
+    gradient_change: tuple[str, str] = ("", "")  # and what to do, for `CauseFacts`
     error: Exception | None = None
     told: tuple[str, ...] = ()  # what tfdp warned of in a step of the replicas
 
@@ -149,6 +150,7 @@ def compare(setting: CheckedTraining) -> Comparison:
         finite_on_replicas=distances.finite,
         loss_one_device=loss_one,
         loss_replicas=loss_several,
+        gradient_change=several.gradient_change() if several else ("", ""),
         error=error,
         told=tuple(told),
     )

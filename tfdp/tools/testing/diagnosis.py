@@ -26,7 +26,8 @@ def diagnose(setting: CheckedTraining, comparison: Comparison) -> tuple[Finding,
 
     Facts come first. Then it makes the changes of all applicable separable causes at
     once; if the comparison then holds, every change that is needed for it is a cause.
-    Otherwise it adds the changes of the other causes, in order.
+    Otherwise a change of gradients is that the analysis of the step has found, or else
+    it adds the changes of the other causes, in order.
 
     Cost: one comparison per change that is tried, a handful.
     """
@@ -38,6 +39,9 @@ def diagnose(setting: CheckedTraining, comparison: Comparison) -> tuple[Finding,
         return _findings(certain[:1], facts)
     separable = [c for c in known.SEPARABLE if c.where(facts) is not None]
     for combination in ((), *known.COMBINATIONS):
+        if combination and facts.gradient_change:
+            # With what the step does to gradients, others would hold by chance.
+            return _findings([known.CHANGED_GRADIENTS], facts)
         causes = [*separable, *combination]
         if not causes or any(cause.where(facts) is None for cause in combination):
             continue
@@ -117,6 +121,8 @@ def read_facts(setting: CheckedTraining, comparison: Comparison) -> CauseFacts:
         sample_weights=any(
             isinstance(b, tuple) and len(b) > 2 for b in setting.batches
         ),
+        gradient_change=comparison.gradient_change[0],
+        gradient_advice=comparison.gradient_change[1],
         half_precision=any(layer.compute_dtype in HALF_PRECISION for layer in layers),
         finite_on_one_device=comparison.finite_on_one_device,
         finite_on_replicas=comparison.finite_on_replicas,

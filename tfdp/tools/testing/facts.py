@@ -21,6 +21,8 @@ class CauseFacts:
     train_step: str | None = None  # the model's class, if it overrides `train_step`
     loss_functions: tuple[str, ...] = ()  # losses that are plain functions
     sample_weights: bool = False  # in the batches
+    gradient_change: str = ""  # before apply, as the analysis of the step says
+    gradient_advice: str = ""
     half_precision: bool = False  # a layer computes in float16 or bfloat16
     finite_on_one_device: bool = True  # all weights
     finite_on_replicas: bool = True

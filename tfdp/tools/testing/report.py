@@ -23,6 +23,9 @@ LOST_SUMS = "a kernel that adds in half precision"
 # Draws that differ by design hide everything else, too.
 HIDDEN_BY_DRAWS = "random layers"
 
+# Of more the table shows the worst.
+MOST_EXCEEDING = 8
+
 HOLDS, EXCEEDS, TOO_SMALL = "holds", "exceeds", "too small to tell"
 
 
@@ -117,7 +120,8 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class ParityReport:
-    """The result of `check_parity`. `print(report)` is the table.
+    """The result of `check_parity`. `print(report)` is the table; of many rows that
+    exceed their bounds it has the worst.
 
     Args:
       model: the model's name.
@@ -185,11 +189,18 @@ class ParityReport:
 
     def __str__(self) -> str:
         blocks = ["\n".join(self._heading())]
-        shown = [row for row in self.rows if not row.is_still]
+        moving = [row for row in self.rows if not row.is_still]
+        worst = sorted(self.exceeding, key=lambda row: -row.ratio)[:MOST_EXCEEDING]
+        shown = [row for row in moving if row.verdict != EXCEEDS or row in worst]
         if shown:
             rows = [TITLES, *map(_cells, shown)]
             table = format_table(rows, left=(0, len(TITLES) - 1))
-            if still := len(self.rows) - len(shown):
+            if left_out := len(moving) - len(shown):
+                table += (
+                    f"\n{left_out} more exceed their bounds: all are in to_json(), "
+                    "which `tfdp check --json PATH` writes"
+                )
+            if still := len(self.rows) - len(moving):
                 table += f"\n{still} more, which are not trained, keep their values"
             blocks.append(table)
         causes = [str(finding) for finding in self.causes]

@@ -120,6 +120,12 @@ class Trainee:
         losses = history.history.get("loss")
         return float(losses[-1]) if losses else None
 
+    def gradient_change(self) -> tuple[str, str]:
+        """How the step changes gradients, by its analysis, and what to do instead."""
+        found = getattr(self.strategy, "suspicions", {}).get(self.model)
+        change, _, advice = (found["changed"] if found else "").rpartition(". ")
+        return change[:1].upper() + change[1:], advice
+
     def random_states(self) -> dict[str, list[np.ndarray]]:
         """The states of random layers, by layer name."""
         states: dict[str, list[np.ndarray]] = {}
@@ -193,5 +199,6 @@ def _build_variables(model: keras.Model, batch: Batch) -> None:
         raise ConfigurationError(
             f"Model {model.name!r} has no weights yet, and calling it on the first "
             f"batch to make them failed: {type(error).__name__}: {error}. Call "
-            "model.build(input_shape), or the model on a batch, in build()."
+            "model.build(input_shape), or the model on a batch, where it is made: in "
+            "build(), or in a script within the strategy's scope, before fit."
         ) from error
