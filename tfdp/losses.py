@@ -15,6 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdp._private.keras_models import given_losses, metrics_as_compiled
 from tfdp._private.names import in_compiled_function, replicas_of
 from tfdp.errors import ConfigurationError
 from tfdp.lint.registry import register
@@ -66,12 +67,13 @@ def on_all_rows(model: keras.Model) -> keras.Model:
       The model.
 
     Raises:
-      ConfigurationError: for anything but a Keras model. In `fit`: with
-        `jit_compile=True`, on TPUs, with `sync=...`, or for padded batches, where
-        replicas cannot exchange rows; for a step that calls neither `compute_loss` nor
-        `compute_metrics`, or calls it in a `tf.function`, a branch or a loop; for a
-        loss with values for rows, or one that reads rows of a replica from elsewhere
-        than its arguments, such as an attribute that `call` has set.
+      ConfigurationError: for anything but a Keras model; for one whose only losses are
+        those of its layers (`add_loss`). In `fit`: with `jit_compile=True`, on TPUs,
+        with `sync=...`, or for padded batches, where replicas cannot exchange rows; for
+        a step that calls neither `compute_loss` nor `compute_metrics`, or calls it in a
+        `tf.function`, a branch or a loop; for a loss with values for rows, or one that
+        reads rows of a replica from elsewhere than its arguments, such as an attribute
+        that `call` has set.
 
     Cost: each replica receives and holds the other replicas' outputs, targets and
     weights (and inputs, if the model overrides the method), and computes the loss of
@@ -103,6 +105,17 @@ def on_all_rows(model: keras.Model) -> keras.Model:
         raise ConfigurationError(
             "tfdp.losses.on_all_rows takes the Keras model that fit is called on. "
             f"Received: {model!r}."
+        )
+    names = ("compute_loss", "compute_metrics")
+    acts = [getattr(type(model), name) != getattr(keras.Model, name) for name in names]
+    acts += [*given_losses(model), metrics_as_compiled(model)]
+    acts += [name in vars(model) for name in names]
+    if model.compiled and not any(acts):
+        raise ConfigurationError(
+            "tfdp.losses.on_all_rows acts on the losses and metrics given to compile, "
+            f"and on compute_loss and compute_metrics of a model: {model.name!r} has "
+            "none. Put a layer that gives add_loss a loss of several rows, or has such "
+            "a regularizer, into tfdp.layers.AllRows(layer), and leave on_all_rows out."
         )
     ON_ALL_ROWS.setdefault(model, 0)
     return model

@@ -50,9 +50,9 @@ def alone(make, rows):
     return trained(None, make, rows, wrap=lambda layer: layer)[:3]
 
 
-def assert_one_devices(make, replicas, rows, bound=BOUND):
+def assert_one_devices(make, replicas, rows, bound=BOUND, wrap=tfdp.layers.AllRows):
     weights, loss, evaluated = alone(make, rows)
-    found, found_loss, found_evaluated, _ = trained(replicas, make, rows)
+    found, found_loss, found_evaluated, _ = trained(replicas, make, rows, wrap)
     for own, expected in zip(found, weights, strict=True):
         np.testing.assert_allclose(own, expected, rtol=0, atol=bound)
     np.testing.assert_allclose([found_loss, found_evaluated], [loss, evaluated], 2e-5)
@@ -100,6 +100,46 @@ class BetweenRows(keras.layers.Layer):
 @pytest.mark.parametrize("make", [normalization, BetweenRows])
 def test_a_layer_has_the_numbers_of_one_device(make, replicas, rows):
     assert_one_devices(make, replicas, rows)
+
+
+@keras.saving.register_keras_serializable("tests")
+class Pairs(keras.layers.Layer):
+    """A contrastive loss of its input; it states no shape, and has no `build`."""
+
+    def __init__(self, units=None, **options):
+        super().__init__(**options)
+        self.inner = keras.layers.Dense(units) if units else None
+
+    def call(self, x):
+        x = x if self.inner is None else self.inner(x)
+        scores = ops.matmul(x, ops.transpose(x))
+        log = ops.log_softmax(0.3 * scores, axis=1)
+        self.add_loss(-ops.mean(ops.diagonal(log)))
+        return x
+
+
+class WithShape(Pairs):
+    def compute_output_shape(self, shape):
+        return shape[0], 5
+
+
+@pytest.mark.worth_seconds(20)
+@pytest.mark.parametrize(
+    "make",
+    [
+        Pairs,
+        functools.partial(Pairs, 5),
+        functools.partial(WithShape, 5),
+        lambda: keras.Sequential([keras.layers.Dense(5), Pairs()]),
+    ],
+    ids=["loss alone", "layer within", "shape", "sequential"],
+)
+def test_a_layer_that_has_only_a_call(make):
+    def functional(layer):  # which asks for shapes; a Sequential puts that off
+        inputs = keras.Input((8,))
+        return keras.Model(inputs, tfdp.layers.AllRows(layer)(inputs))
+
+    assert_one_devices(make, 2, 21, wrap=functional)
 
 
 def test_without_it_the_numbers_are_others():

@@ -20,6 +20,7 @@ from tfdp._private.step_ops import operations_within
 from tfdp.lint.analysis import Analysis
 from tfdp.lint.arithmetic import function as elementwise
 from tfdp.lint.findings import (
+    Cures,
     change_of_gradients,
     crossing_of,
     is_no_mean,
@@ -511,7 +512,7 @@ def test_linear_changes_commute_with_the_sum(name):
 )
 def test_the_sentence_about_a_crossing(expression, words):
     cross = traced(expression).value.cross
-    sentence = crossing_of(cross)
+    sentence = crossing_of(cross, Cures())
     if words is None:
         assert sentence is None
     else:

@@ -781,3 +781,122 @@ def test_a_metric_that_starts_at_another_number_is_told():
     x, y, _ = batch_of(12)
     with pytest.warns(tfdp.errors.LocalStateWarning, match="from its old value"):
         stepped(2, make, (x, y, None))
+
+
+class Pairs(keras.layers.Layer):
+    """A contrastive loss of its input, maybe scaled to the replica's share."""
+
+    def __init__(self, scale=None):
+        super().__init__(name="pairs")
+        self.scale = scale or (lambda loss: loss)
+
+    def call(self, x):
+        self.add_loss(self.scale(LOSSES["InfoNCE"](None, x)))
+        return x
+
+
+class Regularized(keras.layers.Dense):
+    def __init__(self):
+        super().__init__(2 * VIEW, name="pairs")
+        self.activity_regularizer = lambda outputs: LOSSES["InfoNCE"](None, outputs)
+
+
+def with_layer(make_layer, **compiled_with):
+    def make():
+        model = network()
+        model.add(make_layer())
+        model.compile(momentum(), jit_compile=False, **compiled_with)
+        return model
+
+    return make
+
+
+class Adds(Learned):
+    """Gives `add_loss` a loss in its own call."""
+
+    compute_loss = keras.Model.compute_loss
+
+    def call(self, x):
+        x = self.network(x)
+        self.add_loss(LOSSES["InfoNCE"](None, x))
+        return x
+
+
+class InStep(Learned):
+    def train_step(self, data):
+        x, y = data[:2]
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(x, y, self(x))
+        variables = self.network.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+    def loss_of(self, x, y, p):
+        return LOSSES["InfoNCE"](y, p)
+
+
+class Computes(InStep):
+    def loss_of(self, x, y, p):
+        return self.compute_loss(x=x, y=y, y_pred=p)
+
+    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        return LOSSES["InfoNCE"](y, y_pred)
+
+
+class Sums(InStep):
+    def loss_of(self, x, y, p):
+        return ops.sum(ops.square(p))
+
+
+LAYER = r"\. Put the layer 'pairs', whose loss it is, into tfdp.layers.AllRows"
+ANY_LAYER = (
+    r"\. Put what does it, a layer or a part of call\(\), into tfdp.layers.AllRows"
+)
+
+
+@pytest.mark.worth_seconds(20)
+@pytest.mark.parametrize(
+    "make,marked,words",
+    [
+        (with_layer(Pairs), False, LAYER),
+        (with_layer(lambda: Pairs(tfdp.losses.local_mean)), False, LAYER),
+        (with_layer(Regularized), False, LAYER),
+        (with_layer(Pairs, loss="mse"), True, LAYER),
+        (compiled(Adds), False, ANY_LAYER),
+        (compiled(Reversed), True, ANY_LAYER),
+        (compiled(InStep), False, r"\. In the step, compute it from tfdp.losses.all_r"),
+        (compiled(Computes), False, r"\. Call tfdp.losses.on_all_rows\(model\)"),
+        (compiled(Sums), False, "Mend it so: return tfdp.losses.local_sum"),
+    ],
+    ids=lambda value: "" if callable(value) else None,
+)
+def test_the_line_that_fits_is_named_first(make, marked, words):
+    x, _, _ = batch_of(12)
+    y = np.zeros((12, 2 * VIEW), "float32")
+    kinds = tfdp.errors.LocalMeanWarning, tfdp.errors.LocalStateWarning
+    with pytest.warns(kinds, match=words) as told:
+        stepped(2, make, (x, y, None), marked=marked)
+    fits = "on_all_rows" in words
+    named = ["on_all_rows" in str(one.message) for one in told if one.category in kinds]
+    assert named == [fits]
+
+
+@pytest.mark.parametrize("replicas", [None, 2])
+def test_a_model_whose_layers_have_the_losses_is_refused(replicas):
+    with scope_of(replicas):
+        model = with_layer(Pairs)()
+    with pytest.raises(ConfigurationError, match=r"none. Put a layer .*AllRows\(lay"):
+        tfdp.losses.on_all_rows(model)
+
+
+def test_a_model_that_is_compiled_later_is_refused_in_fit():
+    def make():
+        model = network()
+        model.add(Pairs())
+        tfdp.losses.on_all_rows(model)
+        model.compile("sgd", jit_compile=False)
+        return model
+
+    x, y, _ = batch_of(12)
+    with pytest.raises(ConfigurationError, match="Put a layer that gives add_loss"):
+        stepped(2, make, (x, y, None))

@@ -85,6 +85,21 @@ class AllRows(keras.layers.Wrapper):
         like = own[0]
         return keras.tree.map_structure(lambda whole: _own(whole, like), outputs)
 
+    def build(self, input_shape: Any = None) -> None:
+        # A layer without `build` makes what it holds when it is called.
+        if self._defines("build"):
+            super().build(input_shape)
+
+    def _defines(self, method: str) -> bool:
+        return getattr(type(self.layer), method) is not getattr(keras.Layer, method)
+
+    def compute_output_spec(self, inputs: Any, training: bool | None = None) -> Any:
+        tells = ("compute_output_shape", "compute_output_spec")
+        if self.layer.built and any(map(self._defines, tells)):
+            return self.layer.compute_output_spec(inputs)
+        # By a call of the layer, as Keras does for such a layer alone.
+        return keras.Operation.compute_output_spec(self, inputs, training=training)
+
     def compute_output_shape(self, input_shape: Any) -> Any:
         return self.layer.compute_output_shape(input_shape)
 

@@ -19,55 +19,65 @@ from tfdp.lint.values import (
 
 #: Ends the sentence of a line that scales a loss: its scaled value is 1/n of a mean.
 FOR_METRICS = "keep the unscaled loss for metrics, such as perplexity"
-ON_ALL_ROWS = (
-    "Call tfdp.losses.on_all_rows(model) after compile (for a layer "
-    "tfdp.layers.AllRows(layer))"
-)
-ALL_ROWS = (
-    f"{ON_ALL_ROWS}; or compute it from tfdp.losses.all_rows(x), take the gradient of "
+_BY_HAND = (
+    "compute it from tfdp.losses.all_rows(x), take the gradient of "
     f"tfdp.losses.local_mean(loss), and {FOR_METRICS}"
 )
+#: What to write where rows see each other, by the place: one that `on_all_rows`
+#: reaches, a step that calls no `compute_loss`, and a layer.
+IN_LOSS = (
+    "Call tfdp.losses.on_all_rows(model) after compile (for a layer "
+    f"tfdp.layers.AllRows(layer)); or {_BY_HAND}"
+)
+IN_STEP = f"In the step, {_BY_HAND}; or put a layer into tfdp.layers.AllRows(layer)"
+IN_LAYER = (
+    "Put {} into tfdp.layers.AllRows(layer); or compute it there from "
+    "tfdp.losses.all_rows(x)"
+)
+IN_ANY_LAYER = IN_LAYER.format("what does it, a layer or a part of call(),")
 _CROSSINGS = {
     PAIRED: (
         "rows are paired with all rows of their batch (in {op!r}), as in contrastive "
         "losses, and a replica has only its own: each is paired with fewer others "
-        f"than on one device. {ALL_ROWS}"
+        "than on one device. {cure}"
     ),
     JOINED: (
         "rows are joined with other rows of their batch (in {op!r}), and a replica has "
-        f"its own rows only. {ALL_ROWS}"
+        "its own rows only. {cure}"
     ),
     CHOSEN: (
         "rows are chosen, sorted or numbered by a look at all rows of the batch (in "
-        f"{{op!r}}), and a replica has its own rows only. {ALL_ROWS}"
+        "{op!r}), and a replica has its own rows only. {cure}"
     ),
     QUOTIENT: (
         "a sum over rows is divided by another one (in {op!r}), as in a mean over the "
         "tokens that a mask keeps, and each replica divides by that of its own rows. "
-        "Write loss = tfdp.losses.local_sum(tf.reduce_sum(losses * mask) / "
-        "tfdp.losses.all_sum(tf.reduce_sum(mask))), and metrics, such as perplexity, "
-        "from tfdp.losses.all_sum(loss); another quotient (Dice, F1) needs "
-        "tfdp.losses.on_all_rows(model) after compile, or tfdp.losses.all_rows(x)"
+        "{cure}"
     ),
     NORMALIZED: (
         "a number of all rows of the batch (in {op!r}), such as their mean, a softmax "
         "over them or a count of positives, enters the loss of each, and a replica "
-        f"computes it from its own rows only. {ON_ALL_ROWS}; or sum it first, "
-        "tfdp.losses.all_sum(number), or compute it from tfdp.losses.all_rows(x)"
+        "computes it from its own rows only. {cure}; or sum it first, "
+        "tfdp.losses.all_sum(number)"
     ),
     NOT_LINEAR: (
         "a root, product, quotient or maximum is taken of a mean or a sum over rows "
         "(in {op!r}), and the replicas' results cannot be combined to that of all "
-        f"rows. {ALL_ROWS}"
+        "rows. {cure}"
     ),
 }
+_MASKED_MEAN = (
+    "Write loss = tfdp.losses.local_sum(tf.reduce_sum(losses * mask) / "
+    "tfdp.losses.all_sum(tf.reduce_sum(mask))), and metrics, such as perplexity, "
+    "from tfdp.losses.all_sum(loss); another quotient (Dice, F1) needs {}"
+    "tfdp.losses.all_rows(x)"
+)
 #: JOINED or CHOSEN, where values of all rows enter: rows are numbered from 0 on each.
 _GATHERED = (
     "values of tfdp.losses.all_rows are joined with labels or numbers of a replica's "
     "own rows (in {op!r}), which begin at 0 on each replica. Number the rows of all "
     "and take this replica's, labels = tfdp.losses.own_rows(tf.range(tf.shape("
-    "tfdp.losses.all_rows(x))[0]), x); or leave both out and call "
-    "tfdp.losses.on_all_rows(model) after compile"
+    "tfdp.losses.all_rows(x))[0]), x)"
 )
 #: After "a loss", "a gradient" or a name of what is stored.
 COUNTED = (
@@ -83,9 +93,8 @@ LOST = (
 NO_MEAN = (
     "which is not a mean over them, such as a root, a quotient of sums, a sum or a "
     "maximum: the mean of the replicas' numbers is reported, and one device reports "
-    "another. Call tfdp.losses.on_all_rows(model), or compute it from "
-    "tfdp.losses.all_rows(y); give a metric one number for each row, or keep sums in "
-    "it and compute the rest in its result(); of a sum return tfdp.losses.local_sum(x)"
+    "another. Mend it so: {}; give a metric one number for each row, or keep sums in "
+    "it and compute the rest in its result()"
 )
 
 
@@ -114,8 +123,14 @@ class Findings:
         return bool(self._by_kind)
 
 
+class Cures(dict[Crossing, str]):
+    """The lines to write where rows see each other; `other` at an unknown place."""
+
+    other = IN_LOSS
+
+
 def crossing_of(
-    crossings: Iterable[Crossing], *, with_gathered: bool = False
+    crossings: Iterable[Crossing], cures: Cures, *, with_gathered: bool = False
 ) -> str | None:
     """The sentence about rows that depend on each other; None: they do not.
 
@@ -125,10 +140,24 @@ def crossing_of(
     ranked = sorted(crossings, key=lambda one: (order.index(one.kind), one.op))
     if not ranked:
         return None
-    kind, op = ranked[0]
-    if with_gathered and kind in (JOINED, CHOSEN):
-        return _GATHERED.format(op=op)
-    return _CROSSINGS[kind].format(op=op)
+    first = ranked[0]
+    cure = cures.get(first, cures.other)
+    mark = "tfdp.losses.on_all_rows(model) after compile" if cure is IN_LOSS else ""
+    if with_gathered and first.kind in (JOINED, CHOSEN) and cure != IN_ANY_LAYER:
+        other = f"; or leave both out and call {mark}" if mark else ""
+        return _GATHERED.format(op=first.op) + other
+    if first.kind == QUOTIENT and cure in (IN_LOSS, IN_STEP):
+        cure = _MASKED_MEAN.format(mark and f"{mark}, or ")
+    return _CROSSINGS[first.kind].format(op=first.op, cure=cure)
+
+
+def no_mean(value: Value, cure: str) -> str:
+    """The end of a sentence about a number of all rows that is no mean over them."""
+    mark = "call tfdp.losses.on_all_rows(model), or " if cure is IN_LOSS else ""
+    lines = [f"{mark}compute it from tfdp.losses.all_rows(y)"]
+    is_sum = Term.SUM in value.terms and not value.cross
+    lines.insert(not is_sum, "return tfdp.losses.local_sum(x) of a sum")
+    return NO_MEAN.format("; ".join(lines))
 
 
 def is_no_mean(value: Value) -> bool:

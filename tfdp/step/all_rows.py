@@ -24,6 +24,7 @@ import tensorflow as tf
 from tfdp._private.keras_models import layers_within, mask_of, metrics_within, put_mask
 from tfdp._private.names import current_rank, run_independently
 from tfdp.errors import ConfigurationError
+from tfdp.lint.findings import IN_ANY_LAYER, Cures
 from tfdp.lint.registry import is_of_graph, key_of, register
 from tfdp.lint.values import (
     JOINED,
@@ -33,7 +34,7 @@ from tfdp.lint.values import (
     Crossing,
     Term,
 )
-from tfdp.losses import DENSE, ON_ALL_ROWS, gathered, replicas_in_sync
+from tfdp.losses import DENSE, ON_ALL_ROWS, gathered, on_all_rows, replicas_in_sync
 from tfdp.seams.replace import Override
 from tfdp.tracing.gradient_exchanges import exchanges_of, name_of_gradient
 from tfdp.tracing.keras_steps import name_of_step
@@ -77,6 +78,7 @@ def all_rows_overrides(model: keras.Model, step: Step) -> Iterator[Override]:
             "Leave one of the two out; batches of one size (drop_remainder=True) are "
             "not padded."
         )
+    step.of(Cures).other = IN_ANY_LAYER
     for name, finish in (
         ("compute_loss", _share_of_loss),
         ("compute_metrics", _as_computed),
@@ -351,6 +353,7 @@ def refuse_unused(model: Any, step: Step, fn: Any) -> None:
                 "not). Call it; or gather the rows there, "
                 "tfdp.losses.all_rows(y_pred)."
             )
+        on_all_rows(model)  # which refuses one that was compiled later
         _warn_about_scaling(step)
     inner = [
         one for one in layers_within(model) if one in ON_ALL_ROWS and one is not model

@@ -26,6 +26,7 @@ import tensorflow as tf
 from tfdp._private.keras_models import ADD_UP, LOSSES, given_losses, layers_within
 from tfdp._private.names import current_rank, run_independently
 from tfdp.errors import ConfigurationError
+from tfdp.lint.findings import IN_ANY_LAYER, IN_LAYER, IN_LOSS, IN_STEP, Cures
 from tfdp.lint.registry import ShareOf, is_of_graph, register
 from tfdp.seams.losses import MeanLoss
 from tfdp.seams.replace import Override, around, instead
@@ -35,6 +36,8 @@ from tfdp.tracing.loss_checks import (
     are_values_of_rows,
     has_entry_per_row,
     is_share,
+    note_added,
+    note_computed,
     reported_standing,
     warn_about_added_sum,
     warn_about_sum_of_all,
@@ -270,8 +273,8 @@ class OwnLosses(MutableSequence):
     """The losses of a layer (`add_loss`), a separate list for each replica: replicas
     take turns at a `merge_call`, and one would clear, or count, another's losses."""
 
-    def __init__(self, step: Step) -> None:
-        self._step = step
+    def __init__(self, step: Step, cure: str) -> None:
+        self._step, self._cure = step, cure
 
     @property
     def _own(self) -> list[Any]:
@@ -291,6 +294,7 @@ class OwnLosses(MutableSequence):
 
     def insert(self, place: int, loss: Any) -> None:
         self._own.insert(place, loss)
+        note_added(self._step, current_rank(), loss, self._cure)
 
 
 def added_loss_overrides(model: Any, step: Step) -> Iterator[Override]:
@@ -298,7 +302,9 @@ def added_loss_overrides(model: Any, step: Step) -> Iterator[Override]:
     if not isinstance(model, keras.Model) or step.replicas == 1:
         return
     for layer in layers_within(model):
-        yield Override(layer, LOSSES, instead(OwnLosses(step)))
+        cure = IN_LAYER.format(f"the layer {layer.name!r}, whose loss it is,")
+        own = OwnLosses(step, IN_ANY_LAYER if layer is model else cure)
+        yield Override(layer, LOSSES, instead(own))
         if isinstance(layer, keras.Model):
             yield Override(layer, ADD_UP, around(_add_up, layer, step))
 
@@ -329,6 +335,8 @@ def reduction_overrides(model: Any, step: Step, fn: Any) -> Iterator[Override]:
     stock = keras.Model.compute_loss
     is_stock = is_stock_step(fn) and type(model).compute_loss is stock
     losses = given_losses(model) if isinstance(model, keras.Model) else []
+    if step.of(Cures).other is IN_LOSS and not is_stock_step(fn):
+        step.of(Cures).other = IN_STEP
     if losses and step.replicas > 1:
         yield Override(model, "compute_loss", around(_checked_loss, step))
     # One loss may serve several outputs: override it once.
@@ -358,6 +366,8 @@ def _checked_loss(compute: Any, step: Step, /, *args: Any, **kwargs: Any) -> Any
     """Refuses losses of rows to which a mean or sum was added: one device counts it
     once per row of the global batch, and a replica does not have their number then."""
     loss = compute(*args, **kwargs)
+    if not tf.distribute.in_cross_replica_context():
+        note_computed(step, current_rank(), loss)
     if not tf.is_tensor(loss) or not loss.shape.rank:
         return loss
     warn_about_sum_of_all(step, current_rank(), loss)

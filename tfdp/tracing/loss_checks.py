@@ -14,10 +14,13 @@ from tfdp.errors import ConfigurationError
 from tfdp.lint.findings import (
     COUNTED,
     FOR_METRICS,
-    NO_MEAN,
+    IN_LOSS,
+    IN_STEP,
+    Cures,
     change_of_gradients,
     crossing_of,
     is_no_mean,
+    no_mean,
     past_op,
     unscaled_part,
 )
@@ -230,35 +233,53 @@ def note_crossing(step: Step, value: Value) -> None:
     """Warns of a loss in which rows depend on other rows of the replica."""
     sentence = None
     if step.group_size > 1:
-        sentence = crossing_of(value.cross, with_gathered=value.of_all)
+        sentence = crossing_of(value.cross, step.of(Cures), with_gathered=value.of_all)
     if sentence is not None:
         step.suspicions.add(sentence, "crossing")
 
 
+def note_computed(step: Step, rank: Any, loss: Any) -> None:
+    """Notes that `on_all_rows` reaches what the model's `compute_loss` returned."""
+    cures, value = step.of(Cures), _value_of_several(step, rank, loss)
+    if cures.other is IN_STEP and value is not None:
+        cures.update(dict.fromkeys(value.cross - cures.keys(), IN_LOSS))
+
+
+def note_added(step: Step, rank: Any, loss: Any, cure: str) -> None:
+    """Notes what mends a layer's `add_loss`; `local_mean` may have warned of it."""
+    value = _value_of_several(step, rank, loss)
+    if value is not None and value.cross:
+        step.of(Cures).update(dict.fromkeys(value.cross, cure))
+        if step.suspicions.has("crossing") and step.trace(rank) is step.traces[0]:
+            step.suspicions.drop("crossing")
+            note_crossing(step, value)
+
+
 def warn_about_number(step: Step, rank: Any, metric: Any, number: Any) -> None:
     """Warns of a number that `metric` counts and that is not a mean over rows."""
-    if _is_no_mean(step, rank, number):
+    why = _why_no_mean(step, rank, number)
+    if why is not None:
         step.of(MetricNotes).checked.update(
             id(variable.value) for variable in metric.variables
         )
         step.state_suspicions.add(
-            f"the metric {metric.name!r} counts one number for all rows {NO_MEAN}",
-            "number",
+            f"the metric {metric.name!r} counts one number for all rows {why}", "number"
         )
 
 
 def warn_about_returned(step: Step, rank: Any, number: tf.Tensor) -> None:
     """Warns of a number that a step returns and that is not a mean over rows."""
     # Of a loss that was reported already it is the same fault.
-    if not step.suspicions.has("crossing") and _is_no_mean(step, rank, number):
-        step.state_suspicions.add(
-            f"a number is returned for all rows {NO_MEAN}", "number"
-        )
+    why = _why_no_mean(step, rank, number)
+    if not step.suspicions.has("crossing") and why is not None:
+        step.state_suspicions.add(f"a number is returned for all rows {why}", "number")
 
 
-def _is_no_mean(step: Step, rank: Any, number: Any) -> bool:
+def _why_no_mean(step: Step, rank: Any, number: Any) -> str | None:
     value = _value_of_several(step, rank, number)
-    return value is not None and is_no_mean(value)
+    if value is None or not is_no_mean(value):
+        return None
+    return no_mean(value, step.of(Cures).other)
 
 
 def _value_of_several(step: Step, rank: Any, tensor: Any) -> Value | None:
@@ -302,8 +323,8 @@ def find_faults_of_losses(step: Step, model: Any, fn: Any) -> None:
             step.suspicions.add(
                 f"the optimizer {optimizer!r} got gradients of a function of a loss "
                 "that is not linear, such as its logarithm, and a replica has its "
-                "share of the loss only. Compute the loss in compute_loss, and call "
-                "tfdp.losses.on_all_rows(model); or from the rows of all replicas, "
+                "share of the loss only. Compute the loss in compute_loss, on which "
+                "tfdp.losses.on_all_rows acts; or from the rows of all replicas, "
                 "tfdp.losses.all_rows(x), and scale it, tfdp.losses.local_mean(loss)",
                 "mixed",
             )
