@@ -315,6 +315,21 @@ def test_a_model_made_outside_of_the_scope_is_told_at_its_first_fit():
     assert after.count("tfdp: ") == 1  # not again at the end
 
 
+@pytest.mark.worth_seconds(10)
+def test_another_model_made_outside_of_the_scope_is_told_once():
+    """Also where the strategy trains one that was made in its scope."""
+    fit = "model.fit(np.ones((8, 3)), np.ones((8, 1)), batch_size=4, verbose=0)"
+    leave = (
+        f"{fit}\nmodel = keras.models.clone_model(model)\nmodel.compile('sgd', 'mse')"
+    )
+    leave += "\nprint('now', file=sys.stderr)"
+    program = UNUSED.format(scope="strategy.scope()", before=leave, after=fit)
+    before, _, after = run_program(program).stderr.partition("now\n")
+    assert "on one device" not in before
+    assert after.count("trains on one device, not under DataParallelStrategy(2") == 1
+    assert "A model that is to train alone needs no change." in after
+
+
 @pytest.mark.worth_seconds(6)
 def test_a_strategy_that_no_loop_used_is_said_at_the_end():
     loop = UNUSED.replace("model.fit(", "model.train_on_batch(")

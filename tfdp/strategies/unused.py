@@ -1,4 +1,4 @@
-"""Prints, at the first `fit` or at the end, that a program never used its strategy.
+"""Prints, at a `fit` or at the end, that a program does not use its strategy.
 
 A model made outside the scope trains on one device, without an error.
 """
@@ -36,14 +36,18 @@ def note_used() -> None:
 
 
 def _say_if_unused_by_fit() -> None:
-    """Says so before the first `fit`, while the program can still be stopped."""
-    if _used or _told:
+    """Says so once, before a `fit`, while the program can still be stopped."""
+    if _told:
         return
     from tfdp._private.frames import training_input_of_caller
+    from tfdp._private.names import is_default_strategy
+    from tfdp.strategies.in_words import is_without_fit_message
 
     fit = training_input_of_caller()
-    if fit is None:
+    if fit is None or is_without_fit_message():
         return  # an evaluation may be of one device
+    if _used and not is_default_strategy(fit["self"].distribute_strategy):
+        return
     _told.append(True)
     print(
         f"tfdp: the model {fit['self'].name!r} trains on one device, not under "
@@ -51,7 +55,8 @@ def _say_if_unused_by_fit() -> None:
         "train it on the replicas, move these two lines:\n"
         "    with strategy.scope():\n"
         "        model = ...  # also keras.models.load_model(...)\n"
-        "        model.compile(...)",
+        "        model.compile(...)"
+        + ("\nA model that is to train alone needs no change." if _used else ""),
         file=sys.stderr,
         flush=True,
     )
