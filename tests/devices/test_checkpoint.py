@@ -289,6 +289,26 @@ def test_both_factors_of_lora_come_back(tmp_path):
         assert np.any(mine.numpy())
 
 
+def test_a_checkpoint_of_another_model_names_its_folder_and_what_helps(tmp_path):
+    def model(units, momentum=0.0):
+        layers = [keras.Input((4,)), keras.layers.Dense(units)]
+        made = keras.Sequential(layers)
+        made.compile(keras.optimizers.SGD(0.1, momentum), "mse")
+        return made
+
+    files = Checkpoint(tmp_path)
+    files.save(model(8), step=1)
+    files.wait()
+    match = rf"\(4, 8\): {tmp_path}\S* is of another model.* another directory\.$"
+    for weights_only in (False, True):
+        with pytest.raises(ConfigurationError, match=match):
+            files.restore(model(16), weights_only=weights_only)
+    match = rf"{tmp_path}\S* is of another .*or restore only the weights"
+    with pytest.raises(ConfigurationError, match=match):
+        files.restore(model(8, momentum=0.9))
+    files.restore(model(8, momentum=0.9), weights_only=True)
+
+
 @pytest.mark.parametrize("weights_only", [False, True])
 def test_towers_in_another_order_are_refused(tmp_path, weights_only):
     """Keras gives each the weights of the other one

@@ -301,7 +301,7 @@ class Checkpoint:
                     continue
                 manifest, files = usable
                 restore_entries(
-                    model, files, manifest, hosts, weights_only=weights_only
+                    model, files, manifest, hosts, folder, weights_only=weights_only
                 )
                 arrays = program_arrays(files, manifest)
             return Restored(

@@ -74,6 +74,7 @@ def restore_entries(
     files: Sequence[ArrayFile],
     manifest: Manifest,
     hosts: Hosts,
+    folder: Place,
     *,
     weights_only: bool,
 ) -> None:
@@ -92,7 +93,7 @@ def restore_entries(
         _create_lazy_state(model, manifest)
         entries = entries_of(model)
         why = other_sync(optimizer_records(model), manifest.optimizers)
-    _check_same_model(entries, manifest.entries, weights_only, why)
+    _check_same_model(entries, manifest.entries, folder, weights_only, why)
     _check_same_order(entries, manifest.entries)
     before = _Workers.of_manifest(manifest)
     now = _Workers.of_model(model, hosts)
@@ -140,19 +141,21 @@ def _create_lazy_state(model: keras.Model, manifest: Manifest) -> None:
 def _check_same_model(
     entries: Mapping[str, Entry],
     records: Mapping[str, EntryRecord],
+    folder: Place,
     weights_only: bool,
     why: str | None,
 ) -> None:
     """`why`: for which reason optimizers have other state; None: for none."""
 
-    def another(
-        name: str,
-        difference: str,
-        advice: str = "it is of another model or optimizer. Restore into the model "
-        "that was saved, or only the weights (weights_only=True)",
-    ) -> ConfigurationError:
+    def another(name: str, difference: str, advice: str = "") -> ConfigurationError:
         if why is not None and OF_OPTIMIZER.match(name):
             return ConfigurationError(why)
+        is_weight = name.startswith(MODEL)
+        more = "" if is_weight else ", or restore only the weights (weights_only=True)"
+        advice = advice or (
+            f"{folder} is of another model or optimizer. Restore into the model that "
+            f"was saved, or give this one another directory{more}"
+        )
         return ConfigurationError(f"{difference}: {advice}.")
 
     for name, entry in entries.items():
