@@ -54,7 +54,7 @@ WHOLE = {
 }
 
 
-class Draws(NamedTuple):
+class DrawsOfPass(NamedTuple):
     """How often a pass draws from one stage: when it begins, and when it is read."""
 
     begun: int
@@ -112,11 +112,11 @@ def keepers_of(datasets: Iterable[tf.data.Dataset]) -> list[tf.data.Dataset]:
 
 def draws_of_pass(
     datasets: Sequence[tf.data.Dataset],
-) -> Mapping[tf.data.Dataset, Draws] | None:
+) -> Mapping[tf.data.Dataset, DrawsOfPass] | None:
     """How often a pass draws from each stage; None: that depends on what it reads."""
     if not datasets:
         return None  # unknown ones
-    found: dict[tf.data.Dataset, Draws] = {}
+    found: dict[tf.data.Dataset, DrawsOfPass] = {}
     todo = [(dataset, False, True) for dataset in datasets]
     keepers = set(keepers_of(datasets))
     while todo:
@@ -132,15 +132,15 @@ def draws_of_pass(
         if not (is_once or is_last) or _captured_by(stage).draws:
             return None
         if stage in keepers:
-            begun, read = found.get(stage, Draws(0, 0))
-            found[stage] = Draws(begun + (not is_late), read + is_late)
+            begun, read = found.get(stage, DrawsOfPass(0, 0))
+            found[stage] = DrawsOfPass(begun + (not is_late), read + is_late)
         is_late = is_late or kind == SHUFFLE
         is_whole = is_whole and _is_whole(stage)
         todo += [(one, is_late, is_whole) for one in inputs_of(stage)]
     return found
 
 
-def draw(draws: Mapping[tf.data.Dataset, Draws], begun: int, read: int) -> None:
+def draw(draws: Mapping[tf.data.Dataset, DrawsOfPass], begun: int, read: int) -> None:
     """Draws from each stage as `begun` passes do, of which some were `read`."""
     for stage, of_pass in draws.items():
         for _ in range(begun * of_pass.begun + read * of_pass.read):
