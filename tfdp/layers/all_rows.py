@@ -98,13 +98,31 @@ class AllRows(keras.layers.Wrapper):
         if self.layer.built and any(map(self._defines, tells)):
             return self.layer.compute_output_spec(inputs)
         # By a call of the layer, as Keras does for such a layer alone.
-        return keras.Operation.compute_output_spec(self, inputs, training=training)
+        masks = keras.tree.map_structure(mask_of, inputs)
+        return _Called(self, name=self.name).compute_output_spec(
+            inputs, masks, training=training
+        )
 
     def compute_output_shape(self, input_shape: Any) -> Any:
         return self.layer.compute_output_shape(input_shape)
 
     def compute_mask(self, inputs: Any, previous_mask: Any = None) -> Any:
         return self.layer.compute_mask(inputs, previous_mask)
+
+
+class _Called(keras.Operation):
+    """A call on tensors without rows, which Keras gives no masks."""
+
+    def __init__(self, layer: keras.layers.Layer, name: str):
+        super().__init__(name=name)
+        self._layer = layer
+
+    def call(self, inputs: Any, masks: Any, training: bool | None = None) -> Any:
+        pairs = zip(keras.tree.flatten(inputs), keras.tree.flatten(masks), strict=True)
+        for tensor, mask in pairs:
+            if mask is not None:
+                put_mask(tensor, mask)
+        return self._layer.call(inputs, training=training)
 
 
 def _whole(own: Any) -> Any:
